@@ -1,0 +1,220 @@
+"""One rank or many: process group, FSDP2 sharding, reductions over ranks, checkpoints.
+
+Every function works without a process group too (a single process on a CPU), so that stapo.py
+reads the same for one rank and for sixty-four. On CUDA the model is always sharded, also on one
+GPU: FSDP2's mixed precision is what keeps float32 master weights beside bfloat16 compute.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout import check_head, load_model, token_stats
+
+# ------------------------------------------------------------------------------------------ ranks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which process this is, of how many, and the device it computes on."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+def start() -> Ranks:
+    """Join torchrun's process group (nccl or gloo); alone on CUDA, a group of one; else none."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    patience = timedelta(hours=2)  # ranks wait for the longest rollout of all
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=patience)
+    elif cuda:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():
+        return Ranks(0, 1, torch.device(device))
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device(device))
+
+
+def finish() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in float64 so that counts stay exact; same shape."""
+    values = values.double()
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def all_max(value: int) -> int:
+    """The largest of the ranks' integers."""
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def all_cat(values: torch.Tensor) -> torch.Tensor:
+    """1-D tensors of any length from every rank, concatenated in rank order."""
+    if not dist.is_initialized():
+        return values
+    counts = [torch.zeros((), dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor(len(values)))
+    padded = torch.zeros(int(max(counts)), dtype=values.dtype, device=values.device)
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def broadcast(value):
+    """Rank 0's value, on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# --------------------------------------------------------------------------------------- sharding
+
+
+def load_policy(name: str, ranks: Ranks):
+    """A model with float32 weights, sharded where there is a process group, and `.token_stats`."""
+    if not dist.is_initialized():
+        model = load_model(name)
+        model.token_stats = types.MethodType(token_stats, model)
+        return model
+    # Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
+    # shards, and receives its own: no GPU ever holds the whole float32 model.
+    whole = load_model(name) if ranks.main else None
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    check_head(model)
+    shard(model, ranks)
+    model.to_empty(device=ranks.device)
+    for module in model.modules():  # rotary frequencies are computed, not stored
+        if next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)
+    weights = whole.state_dict() if ranks.main else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    if ranks.main:
+        model.generation_config = whole.generation_config
+    model.generation_config = broadcast(model.generation_config)
+    return model.eval()
+
+
+def shard(model, ranks: Ranks) -> None:
+    """FSDP2: each decoder layer is a group; embedding, norm and head are the root's."""
+    cuda = ranks.device.type == "cuda"
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cuda else None
+    options = {"mesh": init_device_mesh(ranks.device.type, (ranks.world,))}
+    if cuda:
+        options["mp_policy"] = precision
+    for layer in model.base_model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    # The chunked head needs the root's parameters: it has to run inside one hooked method.
+    model.token_stats = types.MethodType(token_stats, model)
+    register_fsdp_forward_method(model, "token_stats")
+
+
+@contextlib.contextmanager
+def gathered(model) -> Iterator[None]:
+    """All weights on every rank, gathered once (bfloat16 on CUDA): decoding gathers nothing."""
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+            group.set_reshard_after_forward(group is not model, recurse=False)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def save_checkpoint(folder: Path, model, optimizer, tokenizer, ranks: Ranks, state: dict) -> None:
+    """Write `folder`: HF weights and tokenizer, `trainer/` (optimiser), `state.json`, last.
+
+    Everything is written beside it first and renamed when whole: a crash leaves no half of a
+    checkpoint under its name.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    if ranks.main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    barrier()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)  # on rank 0; a collective
+    if ranks.main:
+        model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+    if optimizer is not None:
+        moments = get_optimizer_state_dict(model, optimizer)
+        dcp.save(moments, checkpoint_id=partial / "trainer", no_dist=not dist.is_initialized())
+    barrier()
+    if ranks.main:
+        (partial / "state.json").write_text(json.dumps(state))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    barrier()
+
+
+def load_optimizer(folder: Path, model, optimizer) -> None:
+    """Read the optimiser's moments, on any number of ranks."""
+    moments = get_optimizer_state_dict(model, optimizer)
+    dcp.load(moments, checkpoint_id=folder / "trainer", no_dist=not dist.is_initialized())
+    set_optimizer_state_dict(model, optimizer, moments)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run directory, oldest first."""
+    found = (run / "checkpoints").glob("step_*/state.json")
+    return sorted(path.parent for path in found if path.parent.suffix != ".partial")

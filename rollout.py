@@ -1,0 +1,394 @@
+"""Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
+
+Read in the order of use: the model and its tokenizer, problems and prompts, sampling with Hugging
+Face `generate` and a KV cache, then scoring, which gives for every response token the three
+numbers that the paper is about: its log-probability, the entropy of the distribution it was drawn
+from, and that distribution's collision probability (Sec. 3.2).
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+class InputError(ValueError):
+    """Wrong input: the message names the flag, file or row and says what to do."""
+
+
+# ---------------------------------------------------------------------------- model and tokenizer
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a Hub id or a local folder, with a pad token; raises InputError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--model {name}: no tokenizer there ({first_line(error)})") from error
+    if tokenizer.pad_token_id is None:
+        # Padding is masked everywhere, so any id will do; the end of sequence is always there.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    """A causal language model of a Hub id or a local folder, in evaluation mode."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--model {name}: no model there ({first_line(error)})") from error
+    check_head(model)
+    return model.to(device).eval()
+
+
+def check_head(model) -> None:
+    """Scoring multiplies hidden states by the head's weight; refuse a model that does more."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    extras = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+    found = [name for name in extras if getattr(config, name, None) not in (None, 1, 1.0)]
+    if getattr(head, "bias", None) is not None:
+        found.append("a bias")
+    if found:
+        raise InputError(f"--model: the output head has {', '.join(found)}, which is not supported")
+
+
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a response: the model's, the tokenizer's and the chat template's."""
+    ids = model.generation_config.eos_token_id
+    ids = set(ids if isinstance(ids, (list, tuple)) else [ids]) | {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<!>"}]
+        turn_end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("<!>")[2]
+        turn_end = tokenizer(turn_end, add_special_tokens=False).input_ids[:1]
+        ids.update(i for i in turn_end if i in tokenizer.added_tokens_decoder)
+    return sorted(ids - {None})
+
+
+# --------------------------------------------------------------------------- problems and prompts
+
+# DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
+DAPO_WRAPPER = re.compile(
+    r"\s*Solve the following math problem step by step\. The last line of your response should be "
+    r"of the form Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\."
+    r"\s*(.*?)\s*Remember to put your answer on its own line after \"Answer:\"\.\s*",
+    re.DOTALL,
+)
+
+
+def load_problems(source: str, split: str = "train") -> list[dict[str, str]]:
+    """Distinct problems of a Hub dataset or a local .jsonl or .parquet file, in file order.
+
+    Columns understood: `problem`, `question` or a chat `prompt` (DAPO-Math-17k, whose wrapper is
+    taken off); `answer`, `final_answer` (a list) or `reward_model["ground_truth"]`.
+    Returns [{"problem": str, "answer": str}]; raises InputError naming the file or the row.
+    """
+    import datasets  # slow to import, and needed by no other function
+
+    suffix = Path(source).suffix
+    try:
+        if suffix in (".jsonl", ".json", ".parquet"):
+            if not Path(source).is_file():
+                raise InputError(f"{source}: no such file")
+            if Path(source).stat().st_size == 0:
+                raise InputError(f"{source}: the file is empty")
+            builder = "parquet" if suffix == ".parquet" else "json"
+            rows = datasets.load_dataset(builder, data_files=source, split="train")
+        else:
+            rows = datasets.load_dataset(source, split=split)
+    except InputError:
+        raise
+    except Exception as error:  # datasets raises a dozen unrelated kinds
+        reason = first_line(error)
+        raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error
+    wanted = ("problem", "question", "prompt", "answer", "final_answer", "reward_model")
+    rows = rows.select_columns([name for name in wanted if name in rows.column_names])
+    problems = {}
+    for number, row in enumerate(rows, start=1):
+        problem, answer = read_row(row)
+        if not problem or not answer:
+            what = "answer" if problem else "problem"
+            raise InputError(f"{source}: row {number} has no {what} (columns: {', '.join(row)})")
+        problems.setdefault(problem, answer)  # DAPO-Math-17k holds each problem ~100 times
+    if not problems:
+        raise InputError(f"{source}: holds no problem")
+    return [{"problem": problem, "answer": answer} for problem, answer in problems.items()]
+
+
+def read_row(row: dict) -> tuple[str, str]:
+    """The (problem, answer) of one row in any layout that load_problems understands."""
+    problem = row.get("problem") or row.get("question") or row.get("prompt") or ""
+    if isinstance(problem, list):
+        problem = problem[-1]["content"]
+        wrapped = DAPO_WRAPPER.fullmatch(problem)
+        problem = wrapped[1] if wrapped else problem
+    answer = row.get("answer")
+    if answer is None:
+        answer = row.get("final_answer")
+    if answer is None:
+        answer = (row.get("reward_model") or {}).get("ground_truth")
+    if isinstance(answer, list):
+        answer = ", ".join(answer)
+    return problem.strip(), "" if answer is None else str(answer).strip()
+
+
+def encode_prompt(tokenizer, problem: str, instruction: str = INSTRUCTION) -> list[int]:
+    """Token ids of a problem and its instruction, in the chat template where there is one."""
+    content = f"{problem}\n{instruction}" if instruction else problem
+    if not tokenizer.chat_template:
+        return tokenizer(content + "\n").input_ids
+    turns = [{"role": "user", "content": content}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+# --------------------------------------------------------------------------------------- sampling
+
+
+@dataclass
+class Response:
+    """One sampled response; `ids` holds the stop id too, which is a token like any other."""
+
+    prompt_ids: list[int]
+    ids: list[int]
+    truncated: bool  # ended by max_new_tokens, not by a stop id
+    text: str
+
+
+def sample(
+    model,
+    tokenizer,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    batch_size: int = 256,
+    round_tokens: int = 32,
+    seed: int = 0,
+    progress: str | None = None,
+) -> list[Response]:
+    """Sample one response for each prompt (repeat a prompt G times for a group of G).
+
+    At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding. The
+    result is a function of the arguments and the weights: torch's generator is seeded here.
+    `progress` names a tqdm bar over responses.
+    """
+    torch.manual_seed(seed)
+    stops = stop_ids(model, tokenizer)
+    responses = []
+    bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
+    with bar, sampling_config(model, tokenizer, stops, temperature, top_p) as config:
+        for start in range(0, len(prompts), batch_size):
+            chunk = prompts[start : start + batch_size]
+            rows = generate_in_rounds(
+                model, chunk, config, max_new_tokens, min(round_tokens, max_new_tokens), bar
+            )
+            for prompt_ids, ids in zip(chunk, rows, strict=True):
+                # A head may be wider than the vocabulary (Qwen3: 151,936); such ids have no text.
+                text = tokenizer.decode(
+                    [i for i in ids if i < len(tokenizer)], skip_special_tokens=True
+                )
+                responses.append(Response(prompt_ids, ids, ids[-1] not in stops, text))
+    return responses
+
+
+@contextlib.contextmanager
+def sampling_config(model, tokenizer, stops, temperature, top_p) -> Iterator[GenerationConfig]:
+    """The generation config of exactly this decoding, with the model's own put aside meanwhile.
+
+    Fields that a call leaves unset are taken from the model's generation_config (Qwen3 ships
+    top_k 20, top_p 0.95), so every field is named, and the processors are checked to be ours.
+    """
+    config = GenerationConfig(
+        do_sample=temperature > 0,
+        temperature=temperature if temperature > 0 else 1.0,
+        top_p=top_p,
+        top_k=0,
+        eos_token_id=stops,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+        return_dict_in_generate=True,
+    )
+    own, training = model.generation_config, model.training
+    model.generation_config = GenerationConfig()
+    model.eval()  # gradient checkpointing, active in training mode, would turn the cache off
+    try:
+        used = model._prepare_generation_config(config)[0]
+        used = {type(p).__name__ for p in model._get_logits_processor(used, model_kwargs={})}
+        wanted = {"TemperatureLogitsWarper"} if temperature not in (0, 1) else set()
+        wanted |= {"TopPLogitsWarper"} if top_p < 1 and temperature > 0 else set()
+        if used != wanted:
+            raise RuntimeError(f"generate would apply {sorted(used)}, not {sorted(wanted)}")
+        yield config
+    finally:
+        model.generation_config = own
+        model.train(training)
+
+
+@torch.no_grad()
+def generate_in_rounds(model, prompts, config, max_new_tokens, round_tokens, bar):
+    """`generate` on left-padded prompts, with finished rows dropped from the cache.
+
+    generate computes every row until the last one ends. Called for `round_tokens` tokens at a
+    time and handed its own cache back, it decodes the same distribution while each round works
+    on the unfinished rows alone. Returns the response ids of each prompt, stop id included.
+    """
+    width = max(map(len, prompts))
+    pad, device = config.pad_token_id, model.device
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)  # (B, P)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    stops = torch.tensor(config.eos_token_id, device=device)
+    rows: list[list[int]] = [[] for _ in prompts]
+    alive = torch.arange(len(prompts), device=device)  # rows that are still decoding
+    cache, done = None, 0  # done: tokens generated so far in every living row
+    while len(alive):
+        config.max_new_tokens = min(round_tokens, max_new_tokens - done)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            generation_config=config,
+            synced_gpus=False,
+        )
+        new = out.sequences[:, ids.shape[1] :]  # (alive, up to round_tokens)
+        done += new.shape[1]
+        # The length is where the sampler stopped, never where the padding begins: pad may be a
+        # stop id itself, or an id that the model can sample.
+        stopped = torch.isin(new, stops)
+        finished = stopped.any(1)
+        length = torch.where(finished, stopped.int().argmax(1) + 1, new.shape[1])
+        for row, tokens, count in zip(alive.tolist(), new.tolist(), length.tolist(), strict=True):
+            rows[row] += tokens[:count]
+        if done >= max_new_tokens:
+            finished = torch.ones_like(finished)
+        keep = (~finished).nonzero().squeeze(1)
+        bar.update(len(alive) - len(keep))
+        alive, ids, cache = alive[keep], out.sequences[keep], out.past_key_values
+        mask = torch.cat([mask[keep], mask.new_ones(len(keep), new.shape[1])], 1)
+        if len(keep) and len(keep) < len(finished):
+            cache.batch_select_indices(keep)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------- scoring
+
+
+def pad_batch(
+    responses: list[Response], pad_id: int, device: str | torch.device = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Right-padded [prompt, response] rows -> input_ids, attention_mask, response_mask: (B, L)."""
+    width = max(len(r.prompt_ids) + len(r.ids) for r in responses)
+    ids = torch.full((len(responses), width), pad_id)
+    attention = torch.zeros(len(responses), width, dtype=torch.bool)
+    response_mask = torch.zeros(len(responses), width, dtype=torch.bool)
+    for i, r in enumerate(responses):
+        start, end = len(r.prompt_ids), len(r.prompt_ids) + len(r.ids)
+        ids[i, :end] = torch.tensor(r.prompt_ids + r.ids)
+        attention[i, :end] = True
+        response_mask[i, start:end] = True
+    return ids.to(device), attention.to(device), response_mask.to(device)
+
+
+def token_stats(
+    model,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    chunk: int = 256,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probability, entropy and collision probability of every response token.
+
+    input_ids (B, L) long; attention_mask, response_mask (B, L) bool, padding on either side.
+    Returns logp (ln, with gradient), entropy (nats) and collision (sum of squared probabilities):
+    each (B, L) float32, aligned with input_ids (column t is about token t, predicted from the
+    tokens before it) and 0 outside response_mask. Temperature 1, full vocabulary.
+    """
+    predicted = response_mask.clone()
+    predicted[:, 0] = False  # nothing comes before the first token
+    # Under causal attention a token never sees padding to its right, so right padding needs no
+    # mask; positions count real tokens, so left padding does not shift them.
+    left_padded = not bool(attention_mask[:, 0].all())
+    hidden = model.base_model(
+        input_ids,
+        attention_mask=attention_mask.long() if left_padded else None,
+        position_ids=(attention_mask.long().cumsum(1) - 1).clamp(min=0) if left_padded else None,
+        use_cache=False,
+    ).last_hidden_state  # (B, L, H)
+    hidden = hidden[:, :-1][predicted[:, 1:]]  # (N, H): the states that predict response tokens
+    weight = model.get_output_embeddings().weight  # (V, H)
+    stats = head_stats(hidden, weight, input_ids[predicted], chunk=chunk)
+    empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    logp, entropy, collision = (empty.masked_scatter(predicted, s) for s in stats)
+    return logp, entropy, collision
+
+
+def head_stats(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int = 256
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output head, in chunks of tokens: (N, V) logits never exist at once.
+
+    hidden (N, H), weight (V, H), targets (N,) long -> logp, entropy (nats), collision: (N,)
+    float32. The gradient flows through logp only, to hidden and weight.
+    """
+    return HeadStats.apply(hidden, weight, targets, chunk)
+
+
+class HeadStats(torch.autograd.Function):
+    """Softmax statistics with a backward that recomputes each chunk of logits."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk):
+        stats = hidden.new_empty(4, len(targets), dtype=torch.float32)
+        for i in range(0, len(targets), chunk):
+            rows = slice(i, i + chunk)
+            logits = product(hidden[rows], weight)  # (C, V) float32
+            lse = logits.logsumexp(-1)  # (C,)
+            logits -= lse[:, None]  # ln pi
+            stats[0, rows] = logits.gather(1, targets[rows, None]).squeeze(1)
+            probs = logits.exp()  # pi
+            stats[1, rows] = -torch.linalg.vecdot(probs, logits)  # H = -sum_v pi ln pi
+            stats[2, rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
+            stats[3, rows] = lse
+        logp, entropy, collision, lse = stats.unbind()
+        logp, entropy, collision = logp.clone(), entropy.clone(), collision.clone()
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.chunk = chunk
+        ctx.mark_non_differentiable(entropy, collision)
+        return logp, entropy, collision
+
+    @staticmethod
+    def backward(ctx, grad_logp, _entropy, _collision):
+        hidden, weight, targets, lse = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for i in range(0, len(targets), ctx.chunk):
+            rows = slice(i, i + ctx.chunk)
+            # d logp / d logits = onehot - pi
+            grad = product(hidden[rows], weight).sub_(lse[rows, None]).exp_().neg_()
+            grad.scatter_add_(1, targets[rows, None], torch.ones_like(grad[:, :1]))
+            grad *= grad_logp[rows, None]
+            grad = grad.to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            grad_weight.addmm_(grad.T.to(torch.float32), hidden[rows].to(torch.float32))
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """hidden @ weight.T accumulated and returned in float32: p < 0.002 is decided on it."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.T
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return hidden.float() @ weight.T.float()
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,740 @@
+"""STAPO: Spurious-Token-Aware Policy Optimization (arXiv 2602.15620), in one readable file.
+
+    python stapo.py --model Qwen/Qwen3-1.7B-Base                        # the paper's recipe
+    python stapo.py @tests/tiny/args                                    # a CPU, a few minutes
+    torchrun --nproc-per-node 8 stapo.py --model Qwen/Qwen3-14B-Base    # the same under FSDP2
+
+Read from top to bottom: the flags, the loss (beside Sec. 2 and 3 of the paper), the update of one
+mini-batch (Algorithm 1), the data, the metrics, the training loop, main.
+"""
+
+import json
+import math
+import resource
+import shlex
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+from transformers import HfArgumentParser
+from transformers.utils import logging
+
+import distributed
+from distributed import Ranks, all_cat, all_max, all_sum
+from reward import math_reward
+from rollout import (
+    INSTRUCTION,
+    InputError,
+    Response,
+    encode_prompt,
+    load_problems,
+    load_tokenizer,
+    pad_batch,
+    sample,
+)
+
+
+def flag(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Config:
+    """Every flag; the defaults are the paper's training setup (appendix)."""
+
+    model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM")
+    data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl or .parquet")
+    instruction: str = flag(INSTRUCTION, "follows every problem; may be empty")
+    output: str = flag("", "run directory (default: a fresh one under runs/)")
+    resume: bool = flag(False, "continue the run in --output from its newest checkpoint")
+    # the objective
+    method: Literal[
+        "stapo", "justrl", "grpo", "20-entropy", "full-mask", "high-entropy", "random"
+    ] = flag("stapo", "STAPO, a baseline or an ablation")
+    tau_p: float = flag(0.002, "S2T: a token is a candidate below this probability")
+    q: float = flag(0.75, "S2T: silence candidates below this quantile of entropy")
+    quantile_over: Literal["candidates", "all"] = flag(
+        "candidates", "S2T: tokens whose entropies give tau_h (all: the paper's v1)"
+    )
+    eps_low: float = flag(0.2, "clip the ratio at 1 - eps_low")
+    eps_high: float = flag(0.28, "clip the ratio at 1 + eps_high (grpo: eps_low)")
+    beta: float = flag(0.001, "grpo: weight of the KL to the starting model")
+    # one step: a rollout batch and its optimiser steps
+    steps: int = flag(3000, "rollout batches to train on")
+    batch_size: int = flag(256, "prompts in a rollout batch")
+    mini_batch_size: int = flag(64, "prompts in an optimiser step")
+    group_size: int = flag(8, "responses to each prompt (G)")
+    max_prompt_tokens: int = flag(1024, "longer prompts are dropped")
+    max_new_tokens: int = flag(15360, "response length at most")
+    lr: float = flag(1e-6, "AdamW's constant rate; 0 only measures: no update")
+    warmup_steps: int = flag(10, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "AdamW's (JustRL's value; the paper names none)")
+    grad_clip: float = flag(1.0, "largest gradient norm")
+    seed: int = flag(0, "of the data order and the sampling")
+    # memory and files
+    rollout_batch_size: int = flag(256, "sequences decoded at a time, on each rank")
+    tokens_per_micro_batch: int = flag(16384, "rows times longest row, on each rank")
+    gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
+    save_every: int = flag(50, "steps between checkpoints")
+    keep_last: int = flag(2, "checkpoints kept")
+    eval_every: int = flag(0, "steps between evaluations (0: none)")
+    eval_benchmarks: list[str] = field(
+        default_factory=lambda: ["aime24"], metadata={"help": "eval.py's names or .jsonl files"}
+    )
+
+
+# =========================================================================== the loss, Sec. 2 and 3
+#
+# Shapes: B responses, T tokens at most. `mask` is True on response tokens; everything outside it
+# is padding, may hold any garbage, and reaches neither the loss nor the gradient.
+
+
+def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """Sec. 2.2: A_i = (R_i - mean_j R_j) / std_j R_j within each group, std unbiased (n - 1).
+
+    rewards (P, G) float, G >= 2, a row for each prompt -> (P, G). A group whose rewards are all
+    equal has A = 0: it is found by max == min, as rounding can leave its std above zero.
+    Eight responses of which two are right: 1.62 for those two, -0.54 for the other six.
+    """
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    all_equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return torch.where(all_equal, torch.zeros_like(rewards), centred / rewards.std(1, keepdim=True))
+
+
+def quantile(values: torch.Tensor, q: float) -> torch.Tensor:
+    """Linear-interpolated quantile of a 1-D tensor of any size; -inf of an empty one.
+
+    torch.quantile raises on empty input and above 16 million values; a batch can hold more.
+    """
+    if values.numel() == 0:
+        return values.new_tensor(float("-inf"))
+    ordered = values.sort().values
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return torch.lerp(ordered[low], ordered[high], position - low)
+
+
+@torch.no_grad()
+def spurious_mask(
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    tau_p: float = 0.002,
+    q: float = 0.75,
+    tau_h: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sec. 3.3, S2T: I = 0 where A_i > 0 and pi < tau_p and H < tau_h. True = silenced, (B, T).
+
+    logp, entropy (B, T) float32 of the current policy; advantages (B,); mask (B, T) bool. tau_h
+    is the q-quantile of the candidates' entropies (low-probability tokens in right responses);
+    give it where this call sees less than the whole mini-batch. No candidate: nothing silenced.
+    """
+    candidates = mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
+    if tau_h is None:
+        tau_h = quantile(entropy[candidates], q)
+    return candidates & (entropy < tau_h)
+
+
+def clipped_objective(
+    ratio: torch.Tensor, advantages: torch.Tensor, eps_low: float, eps_high: float
+) -> torch.Tensor:
+    """Sec. 2.3: min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) of every token, (B, T)."""
+    advantages = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
+    return torch.min(ratio * advantages, clipped * advantages)
+
+
+def stapo_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    tau_p: float = 0.002,
+    q: float = 0.75,
+    eps_low: float = 0.2,
+    eps_high: float = 0.28,
+    tau_h: float | torch.Tensor | None = None,
+    num_kept: float | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sec. 3.1: -J = -1 / (sum I) * sum I min(rho A, clip(rho) A), and sums for the metrics.
+
+    logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
+    vocabulary); old_logp (B, T): the same under pi_old; advantages (B,); entropy (B, T) nats, of
+    the current policy, never given a gradient; mask (B, T) bool, True on response tokens.
+    tau_h and num_kept belong to the whole mini-batch: None takes them from this call, which is
+    right when the call sees all of it. Under FSDP, which averages gradients over ranks, num_kept
+    is the global count of kept tokens / world size. tau_p = 0 is JustRL (Sec. 2.3).
+    Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
+    """
+    silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)
+    keep = mask & ~silenced  # I_{i,t}
+    # rho_{i,t}; what is not kept leaves before exp, so that it cannot make inf * 0
+    ratio = (logp - old_logp).masked_fill(~keep, 0.0).exp()
+    objective = clipped_objective(ratio, advantages, eps_low, eps_high).masked_fill(~keep, 0.0)
+    if num_kept is None:
+        num_kept = keep.sum().clamp(min=1)
+    loss = -objective.sum() / num_kept
+    every_candidate = spurious_mask(
+        logp, advantages, entropy, mask, tau_p=tau_p, tau_h=float("inf")
+    )
+    metrics = {
+        "candidates": every_candidate.sum(),
+        "silenced": silenced.sum(),
+        "entropy_sum": entropy.detach().masked_fill(~mask, 0.0).sum(),
+        **ratio_sums(logp, old_logp, advantages, mask, eps_low, eps_high),
+    }
+    return loss, metrics
+
+
+def grpo_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    ref_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    eps: float,
+    beta: float,
+    num_responses: float,
+) -> torch.Tensor:
+    """Sec. 2.2: a mean over the tokens of each response, then over responses, with KL to pi_ref.
+
+    Shapes as in stapo_loss. The KL is estimated by k3 = r - ln r - 1 with r = pi_ref / pi_theta.
+    """
+    ratio = (logp - old_logp).masked_fill(~mask, 0.0).exp()
+    log_r = (ref_logp - logp).masked_fill(~mask, 0.0)
+    k3 = log_r.exp() - log_r - 1  # 0 outside mask
+    objective = clipped_objective(ratio, advantages, eps, eps) - beta * k3
+    per_response = objective.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+    return -per_response.sum() / num_responses
+
+
+@torch.no_grad()
+def ratio_sums(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    eps_low: float,
+    eps_high: float,
+) -> dict[str, torch.Tensor]:
+    """Tokens, sum of rho, and the tokens whose gradient the clip takes away, below and above."""
+    ratio = (logp - old_logp).masked_fill(~mask, 0.0).exp()
+    low = (advantages[:, None] < 0) & (ratio < 1 - eps_low)
+    high = (advantages[:, None] > 0) & (ratio > 1 + eps_high)
+    return {
+        "tokens": mask.sum(),
+        "ratio_sum": ratio.masked_fill(~mask, 0.0).sum(),
+        "clip_low": (low & mask).sum(),
+        "clip_high": (high & mask).sum(),
+    }
+
+
+# ============================================================= the update, Sec. 3.3, Algorithm 1
+
+# The methods that silence candidates; the others take tau_p = 0 (20-entropy has its own mask).
+S2T_METHODS = ("stapo", "full-mask", "high-entropy", "random")
+
+
+@dataclass
+class Episode:
+    """A response on its way through a step; its tensors are (T,), one entry for each token."""
+
+    problem: dict
+    response: Response
+    reward: float
+    advantage: float = 0.0
+    old_logp: torch.Tensor | None = None  # under pi_old
+    ref_logp: torch.Tensor | None = None  # under the starting model, grpo only
+    logp: torch.Tensor | None = None  # under the policy that forms the mask
+    entropy: torch.Tensor | None = None
+    noise: torch.Tensor | None = None  # the entropy's stand-in for --method random
+    keep: torch.Tensor | None = None  # bool: carries a gradient
+
+
+def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
+    """Sorted by length and cut so that rows x longest row stays within `budget` tokens.
+
+    Every rank gets the same number of batches: the short ones end with empty batches, whose
+    forward keeps the ranks' collectives in step.
+    """
+
+    def size(episode: Episode) -> int:
+        return len(episode.response.prompt_ids) + len(episode.response.ids)
+
+    batches: list[list[Episode]] = []
+    for episode in sorted(episodes, key=size, reverse=True):
+        if batches and (len(batches[-1]) + 1) * size(batches[-1][0]) <= budget:
+            batches[-1].append(episode)
+        else:
+            batches.append([episode])
+    return batches + [[]] * (all_max(len(batches)) - len(batches))
+
+
+def forward(model, batch: list[Episode], pad_id: int):
+    """logp, entropy and response_mask of a micro-batch, each (B, L); an empty one is a dummy."""
+    responses = [e.response for e in batch] or [Response([pad_id], [pad_id], False, "")]
+    input_ids, attention_mask, mask = pad_batch(responses, pad_id, model.device)
+    logp, entropy, _ = model.token_stats(input_ids, attention_mask, mask)
+    return logp, entropy, mask
+
+
+def spread(values: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """Ragged (T_i,) rows -> (B, L), laid on the True entries of mask, 0 elsewhere."""
+    flat = torch.cat(values).to(mask.device)
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
+
+
+@torch.no_grad()
+def score(model, episodes: list[Episode], cfg: Config, pad_id: int):
+    """[(logp, entropy)] of every episode under the current policy, each (T,) float32 on the CPU."""
+    scores = {}
+    for batch in micro_batches(episodes, cfg.tokens_per_micro_batch):
+        logp, entropy, mask = forward(model, batch, pad_id)
+        for i, episode in enumerate(batch):
+            scores[id(episode)] = (logp[i][mask[i]].cpu(), entropy[i][mask[i]].cpu())
+    return [scores[id(episode)] for episode in episodes]
+
+
+def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
+    """Decide once for the whole mini-batch, over all ranks, which tokens carry a gradient.
+
+    Sets `keep` of every episode. Returns the objective's denominator and the global counts of
+    candidates and silenced tokens. An ablation is STAPO with another key in the entropy's place.
+    """
+    lengths = [len(e.response.ids) for e in episodes]
+    logp = torch.cat([e.logp for e in episodes])  # (N,): all response tokens of this rank
+    entropy = torch.cat([e.entropy for e in episodes])
+    key = {"high-entropy": -entropy, "random": torch.cat([e.noise for e in episodes])}
+    key = key.get(cfg.method, entropy)
+    advantages = torch.tensor([e.advantage for e in episodes])
+    advantages = advantages.repeat_interleave(torch.tensor(lengths))
+    # spurious_mask takes (B, T): the N tokens go in as N responses of one token each
+    tokens = logp[:, None], advantages, key[:, None], torch.ones(len(logp), 1, dtype=torch.bool)
+    tau_p = cfg.tau_p if cfg.method in S2T_METHODS else 0.0  # no probability is below 0
+    candidates = spurious_mask(*tokens, tau_p=tau_p, tau_h=math.inf).squeeze(1)
+    tau_h = quantile(all_cat(key if cfg.quantile_over == "all" else key[candidates]), cfg.q)
+    if cfg.method == "full-mask":
+        tau_h = math.inf
+    silenced = spurious_mask(*tokens, tau_p=tau_p, tau_h=tau_h).squeeze(1)
+    keep = ~silenced
+    if cfg.method == "20-entropy":
+        keep = entropy >= quantile(all_cat(entropy), 0.8)
+    for episode, kept in zip(episodes, keep.split(lengths), strict=True):
+        episode.keep = kept
+    odd = ~(logp.isfinite() & entropy.isfinite())
+    counts = torch.stack([torch.tensor(len(logp)), candidates.sum(), silenced.sum(), odd.sum()])
+    num_tokens, num_candidates, num_silenced, num_odd = all_sum(counts).tolist()
+    return {
+        "denominator": max(num_tokens - num_silenced, 1.0),
+        "candidates": num_candidates,
+        "silenced": num_silenced,
+        "finite": num_odd == 0,
+    }
+
+
+def refresh_stats(model, episodes: list[Episode], cfg: Config, pad_id: int) -> None:
+    """The statistics pass: p and H under the current policy, of the tokens the mask needs."""
+    if cfg.method == "20-entropy" or (cfg.method == "stapo" and cfg.quantile_over == "all"):
+        needed = episodes
+    elif cfg.method in S2T_METHODS:
+        needed = [e for e in episodes if e.advantage > 0]  # only they can hold candidates
+    else:
+        return
+    for episode, stats in zip(needed, score(model, needed, cfg, pad_id), strict=True):
+        episode.logp, episode.entropy = stats
+
+
+def batch_loss(cfg: Config, batch: list[Episode], logp, entropy, mask, denominator: float):
+    """The loss of a micro-batch under --method, and its ratio sums."""
+    old_logp = spread([e.old_logp for e in batch], mask)
+    advantages = torch.tensor([e.advantage for e in batch], device=mask.device)
+    sums = ratio_sums(logp, old_logp, advantages, mask, cfg.eps_low, cfg.eps_high)
+    if cfg.method == "grpo":
+        ref_logp = spread([e.ref_logp for e in batch], mask)
+        args = logp, old_logp, ref_logp, advantages, mask
+        clip = {"eps": cfg.eps_low, "beta": cfg.beta}
+        return grpo_loss(*args, **clip, num_responses=denominator), sums
+    # `keep` is I_{i,t}, decided for the whole mini-batch: tau_p = 0 asks for no second decision.
+    keep = spread([e.keep for e in batch], mask)
+    args = logp, old_logp, advantages, entropy, keep
+    clip = {"eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
+    return stapo_loss(*args, tau_p=0.0, **clip, num_kept=denominator)[0], sums
+
+
+def update(model, optimizer, episodes: list[Episode], cfg: Config, world: int, pad_id: int) -> dict:
+    """One optimiser step on a mini-batch whose mask is formed from the episodes' logp and entropy.
+
+    Responses with A = 0 have no gradient (without a KL term) and are left out of the passes; they
+    stay in the denominator. Without an optimiser nothing but the mask is computed.
+    """
+    totals = form_mask(episodes, cfg)
+    if optimizer is None:
+        return totals
+    with_kl = cfg.method == "grpo" and cfg.beta != 0
+    trained = [e for e in episodes if e.advantage != 0 or with_kl]
+    if cfg.method == "grpo":
+        totals["denominator"] = float(all_sum(torch.tensor(len(episodes))))
+    local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
+    model.train()
+    optimizer.zero_grad()
+    for batch in micro_batches(trained, cfg.tokens_per_micro_batch):
+        logp, entropy, mask = forward(model, batch, pad_id)
+        if not batch:
+            (logp.sum() * 0).backward()
+            continue
+        # FSDP averages gradients over ranks, so a global sum is divided by the share of a rank.
+        denominator = totals["denominator"] / world
+        loss, sums = batch_loss(cfg, batch, logp, entropy, mask, denominator)
+        loss.backward()
+        for name, value in {"loss": loss.detach() / world, **sums}.items():
+            local[name] += value.double().cpu()
+    model.eval()
+    for parameter in model.parameters():
+        if parameter.grad is None:  # nothing was forwarded: AdamW still takes its step
+            parameter.grad = torch.zeros_like(parameter)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    names = list(local)
+    summed = all_sum(torch.stack([torch.as_tensor(local[name]) for name in names])).tolist()
+    totals |= dict(zip(names, summed, strict=True)) | {"grad_norm": norm}
+    totals["finite"] &= math.isfinite(norm) and math.isfinite(totals["loss"])
+    if totals["finite"]:
+        optimizer.step()
+    return totals
+
+
+# =============================================================================== data and rollouts
+
+
+def training_problems(cfg: Config, tokenizer, main: bool) -> list[dict]:
+    """[{"problem", "answer", "prompt_ids"}] with the prompts that are too long dropped aloud."""
+    problems = load_problems(cfg.data)
+    for problem in problems:
+        problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
+    kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
+    if not kept:
+        raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
+    if main:
+        dropped = len(problems) - len(kept)
+        print(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
+    return kept
+
+
+def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]:
+    """Which problems step 1, 2, ... trains on: epochs of shuffles, a pure function of the seed."""
+    first = (step - 1) * batch_size
+    epochs = range(first // size, (first + batch_size - 1) // size + 1)
+    order = torch.cat([torch.randperm(size, generator=seeded(seed, epoch)) for epoch in epochs])
+    first -= epochs[0] * size
+    return order[first : first + batch_size].tolist()
+
+
+def mix(*numbers: int) -> int:
+    """One seed from several small numbers, distinct for distinct numbers below a million."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number) % 2**63
+    return seed
+
+
+def seeded(*numbers: int) -> torch.Generator:
+    return torch.Generator().manual_seed(mix(*numbers))
+
+
+def collect(
+    model, tokenizer, problems, step: int, cfg: Config, ranks: Ranks
+) -> list[list[Episode]]:
+    """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
+
+    Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
+    """
+    indices = torch.tensor(batch_indices(step, len(problems), cfg.batch_size, cfg.seed))
+    mine = indices.view(-1, ranks.world, cfg.mini_batch_size // ranks.world)[:, ranks.rank]
+    chosen = [problems[i] for i in mine.flatten().tolist() for _ in range(cfg.group_size)]
+    with distributed.gathered(model):
+        responses = sample(
+            model,
+            tokenizer,
+            [problem["prompt_ids"] for problem in chosen],
+            max_new_tokens=cfg.max_new_tokens,
+            batch_size=cfg.rollout_batch_size,
+            seed=mix(cfg.seed, step, ranks.rank),
+            progress="rollout" if ranks.main else None,
+        )
+    rewards = [math_reward(r.text, p["answer"]) for r, p in zip(responses, chosen, strict=True)]
+    episodes = [Episode(*row) for row in zip(chosen, responses, rewards, strict=True)]
+    per_group = torch.tensor(rewards).view(-1, cfg.group_size)  # (P, G)
+    for episode, advantage in zip(episodes, group_advantages(per_group).flatten(), strict=True):
+        episode.advantage = float(advantage)
+    for episode, stats in zip(
+        episodes, score(model, episodes, cfg, tokenizer.pad_token_id), strict=True
+    ):
+        episode.logp, episode.entropy = stats
+        episode.old_logp = episode.logp
+    noise = seeded(cfg.seed, step, ranks.rank, 1)
+    for episode in episodes:
+        episode.noise = torch.rand(len(episode.response.ids), generator=noise)
+    size = mine.shape[1] * cfg.group_size
+    return [episodes[i : i + size] for i in range(0, len(episodes), size)]
+
+
+# ================================================================================== the run itself
+
+
+def rollout_metrics(episodes: list[Episode], cfg: Config) -> dict[str, float | None]:
+    """Under pi_old, over every response of every rank; the README defines each key."""
+    entropy = all_cat(torch.cat([e.entropy for e in episodes]))
+    count = len(episodes)
+    right = [e for e in episodes if e.reward > 0]
+    low_prob = sum(int((e.old_logp.exp() < cfg.tau_p).sum()) for e in right)
+    sums = torch.tensor(
+        [
+            count,
+            low_prob,
+            sum(len(e.response.ids) for e in right),
+            sum(e.response.truncated for e in episodes),
+            sum(e.reward for e in episodes),
+            len(right),
+            sum(e.advantage == 0 for e in episodes),
+        ]
+    )
+    count, low_prob, right_tokens, truncated, reward, right, zero = all_sum(sums).tolist()
+    return {
+        "reward": reward / count,
+        "accuracy": right / count,
+        "zero_advantage_fraction": zero / count,
+        "entropy": float(entropy.double().mean()),
+        **{f"entropy_p{p}": float(quantile(entropy, p / 100)) for p in (50, 80, 95, 99)},
+        "low_prob_fraction": low_prob / right_tokens if right_tokens else None,
+        "tokens": len(entropy),
+        "response_length": len(entropy) / count,
+        "truncated_fraction": truncated / count,
+    }
+
+
+def update_metrics(totals: list[dict], tokens: int) -> dict[str, float | None]:
+    """Sums over the mini-batches of a step -> its share of the metrics line."""
+    total = {key: sum(t[key] for t in totals) for key in totals[0]}
+    forwarded = total.get("tokens", 0)
+
+    def per_token(key: str) -> float | None:
+        return total[key] / forwarded if forwarded else None
+
+    def mean(key: str) -> float | None:
+        return total[key] / len(totals) if key in total else None
+
+    return {
+        "candidates": int(total["candidates"]),
+        "silenced": int(total["silenced"]),
+        "silenced_fraction": total["silenced"] / tokens,
+        "clip_low": per_token("clip_low"),
+        "clip_high": per_token("clip_high"),
+        "ratio_mean": per_token("ratio_sum"),
+        "loss": mean("loss"),
+        "grad_norm": mean("grad_norm"),
+        "skipped_updates": len(totals) - total["finite"],
+    }
+
+
+def peak_memory_gb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # KiB on Linux
+
+
+def open_run(cfg: Config, ranks: Ranks) -> tuple[Path, Path | None]:
+    """The run directory and the checkpoint to continue from; raises InputError."""
+    run = Path(cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}")
+    run = Path(distributed.broadcast(str(run)))
+    holds_run = (run / "metrics.jsonl").exists() or bool(distributed.checkpoints(run))
+    if holds_run and not cfg.resume:
+        raise InputError(f"--output {run} holds a run: add --resume or name another directory")
+    saved = distributed.checkpoints(run)
+    distributed.barrier()
+    if ranks.main:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
+        except OSError as error:
+            raise InputError(f"--output {run}: cannot be written ({error.strerror})") from error
+        last = int(saved[-1].name.removeprefix("step_")) if saved else 0
+        log = run / "metrics.jsonl"
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        log.write_text("".join(lines[:last]))  # one line a step: drop those beyond the checkpoint
+    return run, saved[-1] if saved else None
+
+
+def show(episode: Episode, step: int) -> None:
+    """A sample for the reader's eye: problem, response, verdict."""
+    verdict = "right" if episode.reward > 0 else "wrong"
+    text = episode.response.text.strip()
+    text = text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
+    problem, answer = episode.problem["problem"], episode.problem["answer"]
+    tqdm.write(f"--- step {step}, {verdict} (the answer is {answer}): {problem}\n{text}")
+
+
+def check(cfg: Config, world: int) -> None:
+    """Refuse flags that cannot work, naming the flag; raises InputError."""
+    tests = {
+        f"--q {cfg.q}: a quantile is between 0 and 1": 0 <= cfg.q <= 1,
+        f"--tau_p {cfg.tau_p}: a probability is between 0 and 1": 0 <= cfg.tau_p <= 1,
+        f"--group_size {cfg.group_size}: an advantage needs at least 2": cfg.group_size >= 2,
+        f"--batch_size {cfg.batch_size} is not a multiple of --mini_batch_size "
+        f"{cfg.mini_batch_size}": cfg.mini_batch_size > 0
+        and cfg.batch_size > 0
+        and cfg.batch_size % cfg.mini_batch_size == 0,
+        f"--mini_batch_size {cfg.mini_batch_size} is not a multiple of the {world} ranks": (
+            cfg.mini_batch_size % world == 0
+        ),
+        "--quantile_over all is a definition of tau_h for --method stapo": (
+            cfg.quantile_over == "candidates" or cfg.method == "stapo"
+        ),
+        "--beta weighs the KL of --method grpo; other methods have none": (
+            cfg.method == "grpo" or cfg.beta == Config.beta
+        ),
+        "--resume needs --output, the run to continue": bool(cfg.output) or not cfg.resume,
+    }
+    for name in ("steps", "max_new_tokens", "rollout_batch_size", "tokens_per_micro_batch"):
+        tests[f"--{name} {getattr(cfg, name)}: has to be at least 1"] = getattr(cfg, name) >= 1
+    for message, holds in tests.items():
+        if not holds:
+            raise InputError(message)
+
+
+def train(cfg: Config, ranks: Ranks) -> None:
+    """The training loop: a rollout batch and its optimiser steps, --steps times."""
+    check(cfg, ranks.world)
+    tokenizer = load_tokenizer(cfg.model)
+    problems = training_problems(cfg, tokenizer, ranks.main)
+    run, checkpoint = open_run(cfg, ranks)
+    model = distributed.load_policy(str(checkpoint or cfg.model), ranks)
+    reference = distributed.load_policy(cfg.model, ranks) if cfg.method == "grpo" else None
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = None  # --lr 0 measures the model and leaves it as it is
+    if cfg.lr > 0:
+        fused = ranks.device.type == "cuda"
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused
+        )
+    done = 0
+    if checkpoint:
+        done = json.loads((checkpoint / "state.json").read_text())["step"]
+        if optimizer:
+            distributed.load_optimizer(checkpoint, model, optimizer)
+    pad_id, bad, stop = tokenizer.pad_token_id, 0, StopSignal()
+    bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=not ranks.main)
+    for step in range(done + 1, cfg.steps + 1):
+        started = time.time()
+        mini_batches = collect(model, tokenizer, problems, step, cfg, ranks)
+        episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
+        if reference:
+            scores = score(reference, episodes, cfg, pad_id)
+            for episode, (ref_logp, _) in zip(episodes, scores, strict=True):
+                episode.ref_logp = ref_logp
+        rolled_out = time.time()
+        lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
+        totals = []
+        for number, mini_batch in enumerate(mini_batches):
+            if optimizer:
+                optimizer.param_groups[0]["lr"] = lr
+                if number > 0:  # before the first, pi_theta = pi_old: its statistics are there
+                    refresh_stats(model, mini_batch, cfg, pad_id)
+            totals.append(update(model, optimizer, mini_batch, cfg, ranks.world, pad_id))
+            bad = 0 if totals[-1]["finite"] else bad + 1
+            if bad == 3:
+                raise SystemExit(f"stapo.py: step {step}: three updates in a row were not finite")
+        metrics = {"step": step} | rollout_metrics(episodes, cfg)
+        metrics |= update_metrics(totals, metrics["tokens"])
+        finished = time.time()
+        metrics |= {
+            "lr": lr,
+            "rollout_seconds": rolled_out - started,
+            "update_seconds": finished - rolled_out,
+            "tokens_per_second": metrics["tokens"] / (finished - started),
+            "peak_memory_gb": peak_memory_gb(),
+        }
+        stopping = all_max(int(stop.asked)) > 0
+        if ranks.main:
+            with open(run / "metrics.jsonl", "a") as log:
+                log.write(json.dumps(finite(metrics)) + "\n")
+            bar.update()
+            keys = ("accuracy", "entropy", "silenced_fraction")
+            bar.set_postfix({key.split("_")[0]: f"{metrics[key]:.2g}" for key in keys})
+            if step % 10 == 1:
+                show(episodes[0], step)
+        last = stopping or step == cfg.steps
+        if optimizer and (last or (cfg.save_every and step % cfg.save_every == 0)):
+            save(run, step, model, optimizer, tokenizer, cfg, ranks)
+        if stopping:
+            bar.write(f"stopped after step {step}; continue with --resume --output {run}")
+            break
+    bar.close()
+
+
+def save(run: Path, step: int, model, optimizer, tokenizer, cfg: Config, ranks: Ranks) -> None:
+    """Checkpoint `step`, then delete the oldest ones; a failure costs no earlier checkpoint."""
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    try:
+        distributed.save_checkpoint(folder, model, optimizer, tokenizer, ranks, {"step": step})
+    except OSError as error:
+        raise SystemExit(f"stapo.py: {folder} cannot be written: {error}") from error
+    if ranks.main:
+        for old in distributed.checkpoints(run)[: -cfg.keep_last]:
+            shutil.rmtree(old)
+
+
+def finite(metrics: dict) -> dict:
+    """JSON knows no NaN or infinity: they become null."""
+    odd = (k for k, v in metrics.items() if isinstance(v, float) and not math.isfinite(v))
+    return metrics | dict.fromkeys(odd)
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM ask for a stop after the step; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, number: int, _frame) -> None:
+        tqdm.write("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
+        self.asked = True
+        signal.signal(number, signal.default_int_handler)
+
+
+class Parser(HfArgumentParser):
+    """Reads @file as a command line: many flags to a line, quotes, comments."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
+    cfg = Config(**vars(parser.parse_args(argv)))
+    logging.disable_progress_bar()
+    ranks = distributed.start()
+    try:
+        train(cfg, ranks)
+    except InputError as error:
+        sys.exit(f"stapo.py: {error}")
+    finally:
+        distributed.finish()
+
+
+if __name__ == "__main__":
+    main()
