@@ -162,6 +162,13 @@ def shard(model, ranks: Ranks) -> None:
     register_fsdp_forward_method(model, "token_stats")
 
 
+def reshard(model) -> None:
+    """Drop what a forward without backward leaves gathered: parameters are shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextlib.contextmanager
 def gathered(model) -> Iterator[None]:
     """All weights on every rank, gathered once (bfloat16 on CUDA): decoding gathers nothing."""
@@ -172,8 +179,8 @@ def gathered(model) -> Iterator[None]:
     try:
         yield
     finally:
+        reshard(model)
         for group in groups:
-            group.reshard()
             group.set_reshard_after_forward(group is not model, recurse=False)
 
 
@@ -194,6 +201,9 @@ def save_checkpoint(folder: Path, model, optimizer, tokenizer, ranks: Ranks, sta
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # on rank 0; a collective
     if ranks.main:
+        head = model.get_output_embeddings()
+        if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
+            weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
         model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
     if optimizer is not None:

@@ -254,7 +254,7 @@ class Episode:
     problem: dict
     response: Response
     reward: float
-    advantage: float = 0.0
+    advantage: float
     old_logp: torch.Tensor | None = None  # under pi_old
     ref_logp: torch.Tensor | None = None  # under the starting model, grpo only
     logp: torch.Tensor | None = None  # under the policy that forms the mask
@@ -304,6 +304,7 @@ def score(model, episodes: list[Episode], cfg: Config, pad_id: int):
         logp, entropy, mask = forward(model, batch, pad_id)
         for i, episode in enumerate(batch):
             scores[id(episode)] = (logp[i][mask[i]].cpu(), entropy[i][mask[i]].cpu())
+    distributed.reshard(model)
     return [scores[id(episode)] for episode in episodes]
 
 
@@ -460,9 +461,10 @@ def collect(
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
     """
-    indices = torch.tensor(batch_indices(step, len(problems), cfg.batch_size, cfg.seed))
-    mine = indices.view(-1, ranks.world, cfg.mini_batch_size // ranks.world)[:, ranks.rank]
-    chosen = [problems[i] for i in mine.flatten().tolist() for _ in range(cfg.group_size)]
+    indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
+    places = torch.arange(cfg.batch_size).view(-1, ranks.world, cfg.mini_batch_size // ranks.world)
+    mine = places[:, ranks.rank].flatten().repeat_interleave(cfg.group_size).tolist()
+    chosen = [problems[indices[place]] for place in mine]
     with distributed.gathered(model):
         responses = sample(
             model,
@@ -474,19 +476,17 @@ def collect(
             progress="rollout" if ranks.main else None,
         )
     rewards = [math_reward(r.text, p["answer"]) for r, p in zip(responses, chosen, strict=True)]
-    episodes = [Episode(*row) for row in zip(chosen, responses, rewards, strict=True)]
-    per_group = torch.tensor(rewards).view(-1, cfg.group_size)  # (P, G)
-    for episode, advantage in zip(episodes, group_advantages(per_group).flatten(), strict=True):
-        episode.advantage = float(advantage)
-    for episode, stats in zip(
-        episodes, score(model, episodes, cfg, tokenizer.pad_token_id), strict=True
-    ):
-        episode.logp, episode.entropy = stats
-        episode.old_logp = episode.logp
-    noise = seeded(cfg.seed, step, ranks.rank, 1)
-    for episode in episodes:
-        episode.noise = torch.rand(len(episode.response.ids), generator=noise)
-    size = mine.shape[1] * cfg.group_size
+    rewards = torch.tensor(rewards).nan_to_num(nan=-1.0)  # what cannot be graded is not right
+    advantages = group_advantages(rewards.view(-1, cfg.group_size)).flatten()  # (P, G) -> (P G,)
+    rows = zip(chosen, responses, rewards.tolist(), advantages.tolist(), strict=True)
+    episodes = [Episode(*row) for row in rows]
+    scores = score(model, episodes, cfg, tokenizer.pad_token_id)
+    for place, (episode, (logp, entropy)) in enumerate(zip(episodes, scores, strict=True)):
+        episode.old_logp = episode.logp = logp
+        episode.entropy = entropy
+        key = seeded(cfg.seed, step, mine[place], place % cfg.group_size)
+        episode.noise = torch.rand(len(logp), generator=key)
+    size = len(episodes) * cfg.mini_batch_size // cfg.batch_size
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
 
