@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import check_head, load_model, token_stats
+from rollout import InputError, check_head, load_model, token_stats
 
 # ------------------------------------------------------------------------------------------ ranks
 
@@ -112,6 +113,15 @@ def broadcast(value):
     return values[0]
 
 
+def gather(value) -> list:
+    """Every rank's value, in rank order, on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
@@ -150,10 +160,9 @@ def load_policy(name: str, ranks: Ranks):
 def shard(model, ranks: Ranks) -> None:
     """FSDP2: each decoder layer is a group; embedding, norm and head are the root's."""
     cuda = ranks.device.type == "cuda"
-    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if cuda else None
     options = {"mesh": init_device_mesh(ranks.device.type, (ranks.world,))}
     if cuda:
-        options["mp_policy"] = precision
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.base_model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
@@ -184,36 +193,74 @@ def gathered(model) -> Iterator[None]:
             group.set_reshard_after_forward(group is not model, recurse=False)
 
 
-# ------------------------------------------------------------------------------------ checkpoints
+# ------------------------------------------------------------------ run directories, checkpoints
 
 
-def save_checkpoint(folder: Path, model, optimizer, tokenizer, ranks: Ranks, state: dict) -> None:
-    """Write `folder`: HF weights and tokenizer, `trainer/` (optimiser), `state.json`, last.
+def open_run(output: str, resume: bool, config: dict, ranks: Ranks) -> tuple[Path, Path | None]:
+    """The run directory and the checkpoint to continue from, if any; raises InputError.
 
-    Everything is written beside it first and renamed when whole: a crash leaves no half of a
-    checkpoint under its name.
+    Writes config.json, and cuts metrics.jsonl (a line for each step) back to the checkpoint.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    if ranks.main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    run = Path(broadcast(output))
+    saved = checkpoints(run)
+    if not resume and (saved or (run / "metrics.jsonl").exists()):
+        raise InputError(f"--output {run} holds a run: add --resume or name another directory")
     barrier()
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)  # on rank 0; a collective
+    checkpoint = saved[-1] if saved else None
     if ranks.main:
-        head = model.get_output_embeddings()
-        if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
-            weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
-        model.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
-    if optimizer is not None:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            log = run / "metrics.jsonl"
+            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+            log.write_text("".join(lines[: step_of(checkpoint)]))
+        except OSError as error:
+            raise InputError(f"--output {run}: cannot be written ({error.strerror})") from error
+    return run, checkpoint
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run directory, oldest first."""
+    return sorted(path for path in run.glob("checkpoints/step_*") if path.suffix != ".partial")
+
+
+def step_of(checkpoint: Path | None) -> int:
+    return int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
+
+
+def save(run: Path, step: int, model, optimizer, tokenizer, keep_last: int, ranks: Ranks) -> None:
+    """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
+
+    It is written under another name and renamed when whole, so that a crash leaves no half of
+    one; the oldest are deleted after that. Any number of ranks can continue from it: data order,
+    sampling and noise are functions of the seed and the step, so there is no other state.
+    """
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    partial = folder.with_suffix(".partial")
+    try:
+        if ranks.main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        barrier()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
+        if ranks.main:
+            head = model.get_output_embeddings()
+            if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
+                weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
+            model.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
         moments = get_optimizer_state_dict(model, optimizer)
         dcp.save(moments, checkpoint_id=partial / "trainer", no_dist=not dist.is_initialized())
-    barrier()
-    if ranks.main:
-        (partial / "state.json").write_text(json.dumps(state))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        barrier()
+        if ranks.main:
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+            for old in checkpoints(run)[:-keep_last]:
+                shutil.rmtree(old)
+    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"stapo.py: {folder} cannot be written: {reason}") from error
     barrier()
 
 
@@ -222,9 +269,3 @@ def load_optimizer(folder: Path, model, optimizer) -> None:
     moments = get_optimizer_state_dict(model, optimizer)
     dcp.load(moments, checkpoint_id=folder / "trainer", no_dist=not dist.is_initialized())
     set_optimizer_state_dict(model, optimizer, moments)
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run directory, oldest first."""
-    found = (run / "checkpoints").glob("step_*/state.json")
-    return sorted(path.parent for path in found if path.parent.suffix != ".partial")

@@ -12,10 +12,10 @@ import json
 import math
 import resource
 import shlex
-import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -83,6 +83,7 @@ class Config:
     gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
     save_every: int = flag(50, "steps between checkpoints")
     keep_last: int = flag(2, "checkpoints kept")
+    dump_every: int = flag(0, "steps between dumps of tokens for figures.py (0: none)")
     eval_every: int = flag(0, "steps between evaluations (0: none)")
     eval_benchmarks: list[str] = field(
         default_factory=lambda: ["aime24"], metadata={"help": "eval.py's names or .jsonl files"}
@@ -259,6 +260,7 @@ class Episode:
     ref_logp: torch.Tensor | None = None  # under the starting model, grpo only
     logp: torch.Tensor | None = None  # under the policy that forms the mask
     entropy: torch.Tensor | None = None
+    collision: torch.Tensor | None = None
     noise: torch.Tensor | None = None  # the entropy's stand-in for --method random
     keep: torch.Tensor | None = None  # bool: carries a gradient
 
@@ -283,11 +285,10 @@ def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
 
 
 def forward(model, batch: list[Episode], pad_id: int):
-    """logp, entropy and response_mask of a micro-batch, each (B, L); an empty one is a dummy."""
+    """logp, entropy, collision, response_mask of a micro-batch: (B, L); an empty one is a dummy."""
     responses = [e.response for e in batch] or [Response([pad_id], [pad_id], False, "")]
     input_ids, attention_mask, mask = pad_batch(responses, pad_id, model.device)
-    logp, entropy, _ = model.token_stats(input_ids, attention_mask, mask)
-    return logp, entropy, mask
+    return *model.token_stats(input_ids, attention_mask, mask), mask
 
 
 def spread(values: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
@@ -298,12 +299,12 @@ def spread(values: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def score(model, episodes: list[Episode], cfg: Config, pad_id: int):
-    """[(logp, entropy)] of every episode under the current policy, each (T,) float32 on the CPU."""
+    """[(logp, entropy, collision)] of every episode under this policy: (T,) float32, on the CPU."""
     scores = {}
     for batch in micro_batches(episodes, cfg.tokens_per_micro_batch):
-        logp, entropy, mask = forward(model, batch, pad_id)
+        *stats, mask = forward(model, batch, pad_id)
         for i, episode in enumerate(batch):
-            scores[id(episode)] = (logp[i][mask[i]].cpu(), entropy[i][mask[i]].cpu())
+            scores[id(episode)] = tuple(values[i][mask[i]].cpu() for values in stats)
     distributed.reshard(model)
     return [scores[id(episode)] for episode in episodes]
 
@@ -341,6 +342,7 @@ def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
         "denominator": max(num_tokens - num_silenced, 1.0),
         "candidates": num_candidates,
         "silenced": num_silenced,
+        "tau_h": float(tau_h),
         "finite": num_odd == 0,
     }
 
@@ -354,7 +356,7 @@ def refresh_stats(model, episodes: list[Episode], cfg: Config, pad_id: int) -> N
     else:
         return
     for episode, stats in zip(needed, score(model, needed, cfg, pad_id), strict=True):
-        episode.logp, episode.entropy = stats
+        episode.logp, episode.entropy, episode.collision = stats
 
 
 def batch_loss(cfg: Config, batch: list[Episode], logp, entropy, mask, denominator: float):
@@ -391,7 +393,7 @@ def update(model, optimizer, episodes: list[Episode], cfg: Config, world: int, p
     model.train()
     optimizer.zero_grad()
     for batch in micro_batches(trained, cfg.tokens_per_micro_batch):
-        logp, entropy, mask = forward(model, batch, pad_id)
+        logp, entropy, _, mask = forward(model, batch, pad_id)
         if not batch:
             (logp.sum() * 0).backward()
             continue
@@ -481,11 +483,11 @@ def collect(
     rows = zip(chosen, responses, rewards.tolist(), advantages.tolist(), strict=True)
     episodes = [Episode(*row) for row in rows]
     scores = score(model, episodes, cfg, tokenizer.pad_token_id)
-    for place, (episode, (logp, entropy)) in enumerate(zip(episodes, scores, strict=True)):
-        episode.old_logp = episode.logp = logp
-        episode.entropy = entropy
+    for place, (episode, stats) in enumerate(zip(episodes, scores, strict=True)):
+        episode.logp, episode.entropy, episode.collision = stats
+        episode.old_logp = episode.logp
         key = seeded(cfg.seed, step, mine[place], place % cfg.group_size)
-        episode.noise = torch.rand(len(logp), generator=key)
+        episode.noise = torch.rand(len(episode.logp), generator=key)
     size = len(episodes) * cfg.mini_batch_size // cfg.batch_size
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
@@ -548,32 +550,97 @@ def update_metrics(totals: list[dict], tokens: int) -> dict[str, float | None]:
     }
 
 
+DUMPED_TOKENS, DUMPED_CASES, DUMPED_WORDS = 20_000, 32, 100  # at most, in one dump
+
+
+@torch.no_grad()
+def dump_tokens(path: Path, model, tokenizer, mini_batches, cfg: Config, ranks: Ranks) -> None:
+    """Write what figures.py draws: a bounded sample of a step's tokens, under pi_old.
+
+    Low-probability tokens of responses with A > 0 fill up to half of the bound, a uniform sample
+    of their other tokens the rest; `weight` says how many tokens of the step each stands for.
+    """
+    tau_h = [form_mask(mini_batch, cfg)["tau_h"] for mini_batch in mini_batches]
+    episodes = [e for mini_batch in mini_batches for e in mini_batch]
+    positive = [e for e in episodes if e.advantage > 0]
+    owners = [(e, t) for e in positive for t in (e.logp.exp() < cfg.tau_p).nonzero().flatten()]
+
+    def flat(values) -> torch.Tensor:
+        return torch.cat([torch.zeros(0), *values])
+
+    columns = torch.stack(
+        [
+            flat(e.logp.exp() for e in positive),
+            flat(e.entropy for e in positive),
+            flat(e.collision for e in positive),
+            flat(torch.full_like(e.logp, e.advantage) for e in positive),
+            flat(~e.keep for e in positive),
+        ]
+    )  # (5, N)
+    low, generator, sampled = columns[0] < cfg.tau_p, seeded(cfg.seed, 2), []
+    for group in (columns[:, low], columns[:, ~low]):
+        some = torch.randperm(group.shape[1], generator=generator)
+        some = some[: DUMPED_TOKENS // 2 // ranks.world]
+        weight = torch.full((1, len(some)), group.shape[1] / max(1, len(some)))
+        sampled.append(torch.cat([group[:, some], weight]))
+    names = ("p", "entropy", "collision", "advantage", "silenced", "weight")
+    tokens = {n: all_cat(row).tolist() for n, row in zip(names, torch.cat(sampled, 1), strict=True)}
+    tokens["silenced"] = [bool(silenced) for silenced in tokens["silenced"]]
+
+    words = {True: Counter(), False: Counter()}  # keep -> tokens
+    for e, t in owners[:DUMPED_TOKENS]:
+        words[bool(e.keep[t])][tokenizer.decode([e.response.ids[t]])] += 1
+    order = torch.randperm(len(owners), generator=generator).tolist()
+    cases = describe(model, tokenizer, [owners[i] for i in order[: DUMPED_CASES // ranks.world]])
+    counts = torch.tensor([columns.shape[1], sum(len(e.logp) for e in episodes)])
+    positive_tokens, all_tokens = map(int, all_sum(counts))
+    parts = distributed.gather((cases, words))
+    if ranks.main:
+        words = {k: sum((w[k] for _, w in parts), Counter()) for k in (False, True)}
+        dump = {"step": int(path.stem[5:]), "method": cfg.method, "tau_p": cfg.tau_p}
+        dump |= {"tau_h": [h if math.isfinite(h) else None for h in tau_h]}
+        dump |= {"positive_tokens": positive_tokens, "all_tokens": all_tokens, "tokens": tokens}
+        dump |= {"cases": [case for part in parts for case in part[0]]}
+        dump["frequent"] = {
+            name: dict(words[kept].most_common(DUMPED_WORDS))
+            for name, kept in (("spurious", False), ("exploratory", True))
+        }
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(dump))
+
+
+def describe(model, tokenizer, owners: list[tuple[Episode, torch.Tensor]]) -> list[dict]:
+    """The paper's case tables: each token in its context, with the five likeliest alternatives."""
+    cases = []
+    for turn in range(all_max(len(owners))):  # every rank takes part in every forward
+        e, t = owners[turn] if turn < len(owners) else (None, 0)
+        before = e.response.prompt_ids + e.response.ids[:t] if e else [0]
+        logits = model(torch.tensor([before], device=model.device), logits_to_keep=1).logits
+        top = logits[0, -1].float().softmax(-1).topk(5)
+        if e:
+            numbers = {"p": float(e.logp[t].exp()), "entropy": float(e.entropy[t])}
+            cases.append(
+                {
+                    "problem": e.problem["problem"],
+                    "context": tokenizer.decode(before)[-200:],
+                    "token": tokenizer.decode([e.response.ids[t]]),
+                    **numbers,
+                    "advantage": e.advantage,
+                    "silenced": not bool(e.keep[t]),
+                    "top": [
+                        [tokenizer.decode([i]) if i < len(tokenizer) else f"<{i}>", p]
+                        for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                    ],
+                }
+            )
+    distributed.reshard(model)
+    return cases
+
+
 def peak_memory_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # KiB on Linux
-
-
-def open_run(cfg: Config, ranks: Ranks) -> tuple[Path, Path | None]:
-    """The run directory and the checkpoint to continue from; raises InputError."""
-    run = Path(cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}")
-    run = Path(distributed.broadcast(str(run)))
-    holds_run = (run / "metrics.jsonl").exists() or bool(distributed.checkpoints(run))
-    if holds_run and not cfg.resume:
-        raise InputError(f"--output {run} holds a run: add --resume or name another directory")
-    saved = distributed.checkpoints(run)
-    distributed.barrier()
-    if ranks.main:
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-            (run / "config.json").write_text(json.dumps(asdict(cfg), indent=2) + "\n")
-        except OSError as error:
-            raise InputError(f"--output {run}: cannot be written ({error.strerror})") from error
-        last = int(saved[-1].name.removeprefix("step_")) if saved else 0
-        log = run / "metrics.jsonl"
-        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-        log.write_text("".join(lines[:last]))  # one line a step: drop those beyond the checkpoint
-    return run, saved[-1] if saved else None
 
 
 def show(episode: Episode, step: int) -> None:
@@ -618,7 +685,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
     check(cfg, ranks.world)
     tokenizer = load_tokenizer(cfg.model)
     problems = training_problems(cfg, tokenizer, ranks.main)
-    run, checkpoint = open_run(cfg, ranks)
+    run = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
+    run, checkpoint = distributed.open_run(run, cfg.resume, asdict(cfg), ranks)
     model = distributed.load_policy(str(checkpoint or cfg.model), ranks)
     reference = distributed.load_policy(cfg.model, ranks) if cfg.method == "grpo" else None
     if cfg.gradient_checkpointing:
@@ -629,11 +697,9 @@ def train(cfg: Config, ranks: Ranks) -> None:
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused
         )
-    done = 0
-    if checkpoint:
-        done = json.loads((checkpoint / "state.json").read_text())["step"]
-        if optimizer:
-            distributed.load_optimizer(checkpoint, model, optimizer)
+    done = distributed.step_of(checkpoint)
+    if checkpoint and optimizer:
+        distributed.load_optimizer(checkpoint, model, optimizer)
     pad_id, bad, stop = tokenizer.pad_token_id, 0, StopSignal()
     bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=not ranks.main)
     for step in range(done + 1, cfg.steps + 1):
@@ -642,8 +708,11 @@ def train(cfg: Config, ranks: Ranks) -> None:
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         if reference:
             scores = score(reference, episodes, cfg, pad_id)
-            for episode, (ref_logp, _) in zip(episodes, scores, strict=True):
+            for episode, (ref_logp, *_) in zip(episodes, scores, strict=True):
                 episode.ref_logp = ref_logp
+        if cfg.dump_every and step % cfg.dump_every == 0:
+            path = run / "dumps" / f"step_{step:06d}.json"
+            dump_tokens(path, model, tokenizer, mini_batches, cfg, ranks)
         rolled_out = time.time()
         lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
         totals = []
@@ -677,23 +746,11 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 show(episodes[0], step)
         last = stopping or step == cfg.steps
         if optimizer and (last or (cfg.save_every and step % cfg.save_every == 0)):
-            save(run, step, model, optimizer, tokenizer, cfg, ranks)
+            distributed.save(run, step, model, optimizer, tokenizer, cfg.keep_last, ranks)
         if stopping:
             bar.write(f"stopped after step {step}; continue with --resume --output {run}")
             break
     bar.close()
-
-
-def save(run: Path, step: int, model, optimizer, tokenizer, cfg: Config, ranks: Ranks) -> None:
-    """Checkpoint `step`, then delete the oldest ones; a failure costs no earlier checkpoint."""
-    folder = run / "checkpoints" / f"step_{step:06d}"
-    try:
-        distributed.save_checkpoint(folder, model, optimizer, tokenizer, ranks, {"step": step})
-    except OSError as error:
-        raise SystemExit(f"stapo.py: {folder} cannot be written: {error}") from error
-    if ranks.main:
-        for old in distributed.checkpoints(run)[: -cfg.keep_last]:
-            shutil.rmtree(old)
 
 
 def finite(metrics: dict) -> dict:
