@@ -171,6 +171,7 @@ def sample(
     top_p: float = 1.0,
     batch_size: int = 256,
     round_tokens: int = 32,
+    engine: str = "rounds",
     seed: int = 0,
     progress: str | None = None,
 ) -> list[Response]:
@@ -178,18 +179,22 @@ def sample(
 
     At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding. The
     result is a function of the arguments and the weights: torch's generator is seeded here.
-    `progress` names a tqdm bar over responses.
+    `engine` is "rounds" (generate, called for `round_tokens` tokens at a time) or "paged"
+    (transformers' continuous batching). `progress` names a tqdm bar over responses.
     """
     torch.manual_seed(seed)
     stops = stop_ids(model, tokenizer)
     responses = []
     bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
     with bar, sampling_config(model, tokenizer, stops, temperature, top_p) as config:
+        longest = max(map(len, prompts), default=0) + max_new_tokens
+        batch_size = rows_that_fit(model, longest, batch_size)
         for start in range(0, len(prompts), batch_size):
             chunk = prompts[start : start + batch_size]
-            rows = generate_in_rounds(
-                model, chunk, config, max_new_tokens, min(round_tokens, max_new_tokens), bar
-            )
+            if engine == "paged":
+                rows = generate_paged(model, chunk, config, max_new_tokens, bar)
+            else:
+                rows = generate_in_rounds(model, chunk, config, max_new_tokens, round_tokens, bar)
             for prompt_ids, ids in zip(chunk, rows, strict=True):
                 # A head may be wider than the vocabulary (Qwen3: 151,936); such ids have no text.
                 text = tokenizer.decode(
@@ -197,6 +202,18 @@ def sample(
                 )
                 responses.append(Response(prompt_ids, ids, ids[-1] not in stops, text))
     return responses
+
+
+def rows_that_fit(model, length: int, batch_size: int) -> int:
+    """batch_size, or on CUDA less: the rows of `length` tokens whose KV cache fits in free memory."""
+    if model.device.type != "cuda":
+        return batch_size
+    config, size = model.config.get_text_config(), next(model.parameters()).element_size()
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+    per_row = per_token * length + 16 * config.vocab_size  # logits, softmax and draw, in float32
+    idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0] + idle
+    return max(1, min(batch_size, int(0.8 * free / per_row)))
 
 
 @contextlib.contextmanager
@@ -275,6 +292,17 @@ def generate_in_rounds(model, prompts, config, max_new_tokens, round_tokens, bar
         if len(keep) and len(keep) < len(finished):
             cache.batch_select_indices(keep)
     return rows
+
+
+def generate_paged(model, prompts, config, max_new_tokens, bar) -> list[list[int]]:
+    """The same through continuous batching: a paged cache sized to the free memory, CUDA graphs."""
+    config.max_new_tokens = max_new_tokens
+    outputs = list(model.generate_batch(prompts, generation_config=config).values())
+    failed = [output.error for output in outputs if output.error is not None]
+    if failed or len(outputs) != len(prompts):
+        raise RuntimeError(f"continuous batching lost responses; --engine rounds works: {failed}")
+    bar.update(len(prompts))
+    return [list(output.generated_tokens) for output in outputs]
 
 
 # ---------------------------------------------------------------------------------------- scoring
