@@ -205,7 +205,7 @@ def sample(
 
 
 def rows_that_fit(model, length: int, batch_size: int) -> int:
-    """batch_size, or on CUDA less: the rows of `length` tokens whose KV cache fits in free memory."""
+    """batch_size, or on CUDA what fits: the KV cache of rows of `length` tokens in free memory."""
     if model.device.type != "cuda":
         return batch_size
     config, size = model.config.get_text_config(), next(model.parameters()).element_size()

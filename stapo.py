@@ -366,7 +366,8 @@ def batch_loss(cfg: Config, batch: list[Episode], logp, entropy, mask, denominat
     """The loss of a micro-batch under --method, and its ratio sums."""
     old_logp = spread([e.old_logp for e in batch], mask)
     advantages = torch.tensor([e.advantage for e in batch], device=mask.device)
-    sums = ratio_sums(logp, old_logp, advantages, mask, cfg.eps_low, cfg.eps_high)
+    eps_high = cfg.eps_low if cfg.method == "grpo" else cfg.eps_high
+    sums = ratio_sums(logp, old_logp, advantages, mask, cfg.eps_low, eps_high)
     if cfg.method == "grpo":
         ref_logp = spread([e.ref_logp for e in batch], mask)
         args = logp, old_logp, ref_logp, advantages, mask
@@ -514,7 +515,8 @@ def rollout_metrics(episodes: list[Episode], cfg: Config) -> dict[str, float | N
             sum(e.reward for e in episodes),
             len(right),
             sum(e.advantage == 0 for e in episodes),
-        ]
+        ],
+        dtype=torch.float64,
     )
     count, low_prob, right_tokens, truncated, reward, right, zero = all_sum(sums).tolist()
     return {
@@ -717,6 +719,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
         if cfg.dump_every and step % cfg.dump_every == 0:
             path = run / "dumps" / f"step_{step:06d}.json"
             dump_tokens(path, model, tokenizer, mini_batches, cfg, ranks)
+        metrics = {"step": step} | rollout_metrics(episodes, cfg)
         rolled_out = time.time()
         lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
         totals = []
@@ -729,7 +732,6 @@ def train(cfg: Config, ranks: Ranks) -> None:
             bad = 0 if totals[-1]["finite"] else bad + 1
             if bad == 3:
                 raise SystemExit(f"stapo.py: step {step}: three updates in a row were not finite")
-        metrics = {"step": step} | rollout_metrics(episodes, cfg)
         metrics |= update_metrics(totals, metrics["tokens"])
         finished = time.time()
         metrics |= {
@@ -752,7 +754,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
         if optimizer and (last or (cfg.save_every and step % cfg.save_every == 0)):
             distributed.save(run, step, model, optimizer, tokenizer, cfg.keep_last, ranks)
         if stopping:
-            bar.write(f"stopped after step {step}; continue with --resume --output {run}")
+            if ranks.main:
+                bar.write(f"stopped after step {step}; continue with --resume --output {run}")
             break
     bar.close()
 
