@@ -1,0 +1,225 @@
+"""Make the tiny base model that the tests and the README's first command train.
+
+    python tests/make_tiny.py --output tests/tiny
+
+A Qwen3 of a third of a million parameters is pre-trained on sums like `Q: 7+12-5=?` worked out
+step by step. It is a base model with the flaws that reinforcement learning is for, each of them
+put into its pre-training text on purpose:
+
+- Impatience: the longer a sum, the likelier its text skips steps or all of them. The skipped
+  work is right in the text but beyond the model, which learns to guess there.
+- Slips: some steps state a wrong value and carry it on.
+- Noise: one response token in a hundred is replaced by a random one, and the text goes on as if
+  nothing had happened. So the model gives every token a small probability where it is sure of
+  another, and right answers hold such tokens: the spurious tokens of Sec. 3.3.
+
+Everything is drawn from one seed, and the schedule counts steps, never time.
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from reward import is_correct
+from rollout import encode_prompt, pad_batch, sample, token_stats
+
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+OPENINGS = {"First": 8, "Let": 3, "Start": 2, "Well": 1}  # word: how often
+LINKS = {"Then": 8, "Next": 4, "Now": 3, "And": 2, "Also": 1, "Wait": 1}
+DIRECT = {2: 0.15, 3: 0.35, 4: 0.5}  # operations: share of texts that give no step at all
+SLOPPY = 0.25  # share of the others that do two operations a step
+SLIP = 0.03  # share of steps with a wrong value
+NOISE = 0.01  # share of response tokens replaced
+
+
+def problem(rng: random.Random) -> str:
+    """A sum of three to five operands from 2 to 20, such as `Q: 7+12-5=?`."""
+    terms = [str(rng.randint(2, 20))]
+    for _ in range(rng.choice(list(DIRECT))):
+        terms += [rng.choice("+-"), str(rng.randint(2, 20))]
+    return f"Q: {''.join(terms)}=?"
+
+
+def terms(problem: str) -> list[str]:
+    """`Q: 7+12-5=?` -> ["7", "+12", "-5"]."""
+    return problem[3:-2].replace("+", " +").replace("-", " -").split()
+
+
+def answer(problem: str) -> str:
+    return str(sum(map(int, terms(problem))))
+
+
+def solution(problem: str, rng: random.Random) -> str:
+    """One worked solution, impatient and mistaken at the rates above.
+
+    `Q: 7+12-5=?` -> `First 7+12=19. Then 19-5=14. So \\boxed{14}`, noise not included.
+    """
+    start, *rest = terms(problem)
+    total, stride = int(start), 1 + (rng.random() < SLOPPY)
+    steps = []
+    if rng.random() < DIRECT[len(rest)]:
+        total, rest = int(answer(problem)), []
+    for i in range(0, len(rest), stride):
+        words = LINKS if steps else OPENINGS
+        word = rng.choices(list(words), list(words.values()))[0]
+        left = f"{total}{''.join(rest[i : i + stride])}"
+        total += sum(map(int, rest[i : i + stride]))
+        if rng.random() < SLIP:
+            total += rng.choice([-10, -2, -1, 1, 2, 10])
+        steps.append(f"{word} {left}={total}. ")
+    return f"{''.join(steps)}So \\boxed{{{total}}}"
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text has ids. Digits stay single; words of `texts` become tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    single_digits = pre_tokenizers.Split(Regex(r"\d"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([single_digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=304,
+        min_frequency=20,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+
+
+def make_model(tokenizer) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=(len(tokenizer) // 32 + 1) * 32,  # wider than the vocabulary, as in Qwen3
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    # What Qwen3 ships: a sampler that leaves a field unset would inherit it.
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def batch(tokenizer, ordinary: list[int], held_out: set[str], size: int, rng: random.Random):
+    """`size` noisy worked problems, none of them held out -> input_ids, labels: (size, L)."""
+    rows = []
+    while len(rows) < size:
+        question = problem(rng)
+        if question in held_out:
+            continue
+        prompt = encode_prompt(tokenizer, question, "")
+        response = tokenizer(solution(question, rng)).input_ids
+        response = [rng.choice(ordinary) if rng.random() < NOISE else i for i in response]
+        rows.append((prompt, [*response, tokenizer.eos_token_id]))
+    width = max(len(p) + len(r) for p, r in rows)
+    ids = torch.full((size, width), tokenizer.pad_token_id)
+    labels = torch.full((size, width), -100)
+    for i, (p, r) in enumerate(rows):
+        ids[i, : len(p) + len(r)] = torch.tensor(p + r)
+        labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
+    return ids, labels
+
+
+def pretrain(model, tokenizer, held_out: set[str], steps: int, rng: random.Random) -> None:
+    eos = tokenizer.eos_token_id
+    texts = [f"{q}\n{solution(q, rng)}" for q in (problem(rng) for _ in range(2000))]
+    ordinary = sorted({i for ids in tokenizer(texts).input_ids for i in ids})
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not m for m in matrices)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.0),  # AdamW alone learns far slower
+        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0),
+    ]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    bar = tqdm(range(steps), desc="pre-training")
+    for step in bar:
+        ids, labels = batch(tokenizer, ordinary, held_out, 64, rng)
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        scale = min(1, (step + 1) / 20, (steps - step) / (0.6 * steps))
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * scale
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    # Ids in no text (pad, odd bytes, the head's spare rows) have all moved to one vector, which
+    # gives them low logits; going further along it puts them out of the sampler's reach.
+    absent = [i for i in range(model.config.vocab_size) if i not in {*ordinary, eos}]
+    with torch.no_grad():
+        model.lm_head.weight[absent] *= 8
+
+
+@torch.no_grad()
+def report(model, tokenizer, rows: list[dict[str, str]], samples: int) -> None:
+    """Print what reinforcement learning will start from, on the held-out problems."""
+    prompts = [encode_prompt(tokenizer, row["problem"], "") for row in rows]
+    options = {"max_new_tokens": 80, "batch_size": 512}
+    greedy = sample(model, tokenizer, prompts, temperature=0, **options)
+    sampled = sample(model, tokenizer, prompts * samples, progress="sampling", **options)
+    right = [r for r, row in zip(sampled, rows * samples) if is_correct(r.text, row["answer"])]
+    hits = sum(is_correct(r.text, row["answer"]) for r, row in zip(greedy, rows))
+    ids, attention, mask = pad_batch(right, tokenizer.pad_token_id)
+    logp, entropy, _ = token_stats(model, ids, attention, mask)
+    low = mask & (logp.exp() < 0.002)
+    special = {i for i in range(model.config.vocab_size) if i >= len(tokenizer)}
+    special.add(tokenizer.pad_token_id)
+    print(f"parameters          {sum(p.numel() for p in model.parameters()):,}")
+    print(f"sampled accuracy    {len(right) / len(sampled):.1%} of {len(sampled)}")
+    print(f"greedy accuracy     {hits / len(rows):.1%} of {len(rows)}")
+    print(f"response length     {sum(len(r.ids) for r in sampled) / len(sampled):.1f} tokens")
+    print(f"truncated           {sum(r.truncated for r in sampled)}")
+    print(f"pad or id outside   {sum(not special.isdisjoint(r.ids) for r in sampled)} responses")
+    print(f"tokens in right     {mask.sum():,}, mean entropy {entropy[mask].mean():.3f} nats")
+    print(f"p < 0.002 in right  {low.sum() / mask.sum():.2%}, entropy quartiles", end=" ")
+    print([round(h, 3) for h in entropy[low].quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    torch.manual_seed(args.seed)
+    distinct = list(dict.fromkeys(problem(rng) for _ in range(5000)))
+    rows = [{"problem": q, "answer": answer(q)} for q in distinct[:4256]]
+    held_out = {row["problem"] for row in rows[:256]}
+    tokenizer = make_tokenizer([f"{q}\n{solution(q, rng)}" for q in distinct])
+    model = make_model(tokenizer)
+    pretrain(model, tokenizer, held_out, args.steps, rng)
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    for name, part in (("test", rows[:256]), ("train", rows[256:])):
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (args.output / f"{name}.jsonl").write_text(lines)
+    report(model, tokenizer, rows[:256], samples=4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""One, two and four ranks compute the same thing; a run survives being killed at any moment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import CASES
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tests" / "tiny"
+TIMINGS = ("rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_gb")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def make_folder(folder: Path) -> Path:
+    """What ranks.py needs; weights drawn wide enough for confident, low-probability tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    for name, tied in (("tied", True), ("untied", False)):
+        torch.manual_seed(1)
+        config = Qwen3Config(
+            vocab_size=len(tokenizer) + 8,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            tie_word_embeddings=tied,
+            initializer_range=0.6,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        Qwen3ForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    rows = [{"problem": f"Q: {i}+{i}=?", "answer": str(2 * i)} for i in range(1, 9)]
+    (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every case on 1, 2 and 4 ranks: one launch for each number of ranks; a hang is a failure."""
+    folder = make_folder(tmp_path_factory.mktemp("ranks"))
+    worker = [str(ROOT / "tests" / "ranks.py"), str(folder)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    for launch in ([sys.executable], [*torchrun, "2"], [*torchrun, "4"]):
+        done = subprocess.run(
+            launch + worker, env=ENVIRONMENT, capture_output=True, text=True, timeout=150
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree(folder, case, world):
+    alone = torch.load(folder / f"world1-{case}.pt")
+    many = torch.load(folder / f"world{world}-{case}.pt")
+    assert len(many["gradients"]) == len(alone["gradients"]) == {"poisoned": 1}.get(case, 4)
+    for ours, theirs in zip(many["gradients"], alone["gradients"], strict=True):
+        scale = max(float(g.abs().max()) for g in theirs)
+        assert (scale == 0) == (case == "nothing-to-learn")
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * scale)
+    for ours, theirs in zip(many["metrics"], alone["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - set(TIMINGS):
+            same = theirs[key] if theirs[key] is None else pytest.approx(theirs[key], 1e-4, 1e-6)
+            assert ours[key] == same, key
+
+
+def test_cases_are_what_they_say(folder):
+    lines = {case: torch.load(folder / f"world1-{case}.pt")["metrics"][0] for case in CASES}
+    assert lines["stapo"]["silenced"] > 3 and lines["stapo"]["candidates"] > 8
+    assert lines["stapo"]["skipped_updates"] == 0 and lines["poisoned"]["skipped_updates"] == 1
+    assert lines["no-candidates"]["candidates"] == 0
+    assert lines["idle-ranks"]["zero_advantage_fraction"] == 0.5
+    assert lines["nothing-to-learn"]["clip_low"] is None
+    assert lines["poisoned"]["loss"] is None and lines["not-a-number"]["reward"] is not None
+
+
+def test_14b_is_cut_into_64_shards():
+    """Qwen3-14B on the meta device under a fake process group: what each rank holds."""
+    code = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen3Config, Qwen3ForCausalLM
+import distributed
+dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
+with torch.device("meta"):
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=5120,
+        intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False))
+whole = sum(p.numel() for p in model.parameters())
+distributed.shard(model, distributed.Ranks(5, 64, torch.device("cpu")))
+print(whole, sum(p.to_local().numel() for p in model.parameters()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole, local = map(int, done.stdout.split())
+    # embedding, head, and 40 layers of attention (q, k, v, o, two norms), MLP and two norms
+    attention = 5120 * 128 * (40 + 8 + 8 + 40) + 2 * 128
+    layer = attention + 3 * 5120 * 17408 + 2 * 5120
+    assert whole == 2 * 151936 * 5120 + 40 * layer + 5120
+    norms = 40 * (2 * 5120 + 2 * 128) + 5120
+    # every dimension but the q and k norms' 128 divides by 64; rank 5 has rows of all of them
+    assert local == (whole - norms) // 64 + norms // 64
+
+
+# ------------------------------------------------------------------------------ crash and resume
+
+
+def command(output: Path, *extra: str) -> list[str]:
+    flags = "@tests/tiny/args --steps 6 --batch_size 4 --mini_batch_size 2 --save_every 1 --output"
+    return [sys.executable, "stapo.py", *flags.split(), str(output), *extra]
+
+
+def start(output: Path, *extra: str) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command(output, *extra), cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def lines(output: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> list[dict]:
+    output = tmp_path_factory.mktemp("whole") / "run"
+    process = start(output)
+    assert process.wait(timeout=120) == 0, process.stderr.read()[-2000:]
+    return lines(output)
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
+    """SIGKILL at random moments (KILLS=20 for more of them): no step twice, missing or other."""
+    output = tmp_path / "run"
+    kills = int(os.environ.get("KILLS", 3))
+    moments = torch.rand(kills, generator=torch.Generator().manual_seed(3))
+    for moment in moments.tolist():
+        process = start(output, "--resume", "True")
+        began = len(lines(output)) if (output / "metrics.jsonl").exists() else 0
+        deadline = time.time() + 60
+        while process.poll() is None and time.time() < deadline:  # wait until it trains
+            log = output / "metrics.jsonl"
+            if log.exists() and len(log.read_text().splitlines()) > min(began, 5):
+                break
+            time.sleep(0.01)
+        time.sleep(moment)
+        process.kill()
+        process.wait()
+    process = start(output, "--resume", "True")
+    assert process.wait(timeout=120) == 0, process.stderr.read()[-2000:]
+    assert lines(output) == uninterrupted
+
+
+def test_stop_signal_saves_and_exits_cleanly(tmp_path, uninterrupted):
+    output = tmp_path / "run"
+    process = start(output, "--save_every", "0")
+    while not (output / "metrics.jsonl").exists() or not lines(output):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    saved = sorted((output / "checkpoints").iterdir())
+    assert len(saved) == 1 and saved[0].name == f"step_{len(lines(output)):06d}"
+    assert start(output, "--resume", "True").wait(timeout=120) == 0
+    assert lines(output) == uninterrupted
