@@ -26,6 +26,7 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 import distributed
+import eval as evaluation
 from distributed import Ranks, all_cat, all_max, all_sum
 from reward import math_reward
 from rollout import (
@@ -691,6 +692,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     check(cfg, ranks.world)
     tokenizer = load_tokenizer(cfg.model)
     problems = training_problems(cfg, tokenizer, ranks.main)
+    suite = evaluation.load_benchmarks(cfg.eval_benchmarks) if cfg.eval_every else {}
     run = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run, checkpoint = distributed.open_run(run, cfg.resume, asdict(cfg), ranks)
     model = distributed.load_policy(str(checkpoint or cfg.model), ranks)
@@ -706,7 +708,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     done = distributed.step_of(checkpoint)
     if checkpoint and optimizer:
         distributed.load_optimizer(checkpoint, model, optimizer)
-    pad_id, bad, stop = tokenizer.pad_token_id, 0, StopSignal()
+    pad_id, bad, stop, found = tokenizer.pad_token_id, 0, StopSignal(), Counter()
     bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=not ranks.main)
     for step in range(done + 1, cfg.steps + 1):
         started = time.time()
@@ -733,6 +735,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             if bad == 3:
                 raise SystemExit(f"stapo.py: step {step}: three updates in a row were not finite")
         metrics |= update_metrics(totals, metrics["tokens"])
+        found.update({key: metrics[key] for key in ("tokens", "silenced")})
         finished = time.time()
         metrics |= {
             "lr": lr,
@@ -741,6 +744,9 @@ def train(cfg: Config, ranks: Ranks) -> None:
             "tokens_per_second": metrics["tokens"] / (finished - started),
             "peak_memory_gb": peak_memory_gb(),
         }
+        if cfg.eval_every and step % cfg.eval_every == 0:
+            with distributed.gathered(model):
+                metrics["eval"] = evaluation.evaluate(model, tokenizer, suite, cfg)
         stopping = all_max(int(stop.asked)) > 0
         if ranks.main:
             with open(run / "metrics.jsonl", "a") as log:
@@ -758,6 +764,11 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 bar.write(f"stopped after step {step}; continue with --resume --output {run}")
             break
     bar.close()
+    if ranks.main and not optimizer and found:
+        percent = 100 * found["silenced"] / found["tokens"]
+        print(
+            f"{found['silenced']} of {found['tokens']} response tokens are spurious: {percent:.4f} %"
+        )
 
 
 def finite(metrics: dict) -> dict:
