@@ -557,89 +557,81 @@ def update_metrics(totals: list[dict], tokens: int) -> dict[str, float | None]:
     }
 
 
-DUMPED_TOKENS, DUMPED_CASES, DUMPED_WORDS = 20_000, 32, 100  # at most, in one dump
+# --dump_every: a bounded file with what figures.py draws
+DUMPED_TOKENS, DUMPED_CASES, DUMPED_WORDS = 20_000, 32, 100
 
 
-@torch.no_grad()
-def dump_tokens(path: Path, model, tokenizer, mini_batches, cfg: Config, ranks: Ranks) -> None:
-    """Write what figures.py draws: a bounded sample of a step's tokens, under pi_old.
+def dump_tokens(path: Path, step: int, model, tokenizer, mini_batches, cfg, ranks: Ranks) -> None:
+    """Write the tokens of a step's responses with A > 0, as pi_old sees them.
 
-    Low-probability tokens of responses with A > 0 fill up to half of the bound, a uniform sample
-    of their other tokens the rest; `weight` says how many tokens of the step each stands for.
+    The sample is half low-probability tokens and half others; `weight` says how many tokens of
+    the step each stands for.
     """
     tau_h = [form_mask(mini_batch, cfg)["tau_h"] for mini_batch in mini_batches]
     episodes = [e for mini_batch in mini_batches for e in mini_batch]
     positive = [e for e in episodes if e.advantage > 0]
-    owners = [(e, t) for e in positive for t in (e.logp.exp() < cfg.tau_p).nonzero().flatten()]
-
-    def flat(values) -> torch.Tensor:
-        return torch.cat([torch.zeros(0), *values])
-
-    columns = torch.stack(
-        [
-            flat(e.logp.exp() for e in positive),
-            flat(e.entropy for e in positive),
-            flat(e.collision for e in positive),
-            flat(torch.full_like(e.logp, e.advantage) for e in positive),
-            flat(~e.keep for e in positive),
+    tokens = [torch.zeros(5, 0)]  # (5, T) of each response: p, entropy, collision, A, silenced
+    for e in positive:
+        constant = torch.full_like(e.logp, e.advantage)
+        tokens.append(torch.stack([e.logp.exp(), e.entropy, e.collision, constant, ~e.keep]))
+    tokens, generator, sampled = torch.cat(tokens, 1), seeded(cfg.seed, step), []
+    low = tokens[0] < cfg.tau_p
+    for group in (tokens[:, low], tokens[:, ~low]):
+        chosen = torch.randperm(group.shape[1], generator=generator)[
+            : DUMPED_TOKENS // 2 // ranks.world
         ]
-    )  # (5, N)
-    low, generator, sampled = columns[0] < cfg.tau_p, seeded(cfg.seed, 2), []
-    for group in (columns[:, low], columns[:, ~low]):
-        some = torch.randperm(group.shape[1], generator=generator)
-        some = some[: DUMPED_TOKENS // 2 // ranks.world]
-        weight = torch.full((1, len(some)), group.shape[1] / max(1, len(some)))
-        sampled.append(torch.cat([group[:, some], weight]))
-    names = ("p", "entropy", "collision", "advantage", "silenced", "weight")
-    tokens = {n: all_cat(row).tolist() for n, row in zip(names, torch.cat(sampled, 1), strict=True)}
-    tokens["silenced"] = [bool(silenced) for silenced in tokens["silenced"]]
+        weight = torch.full((1, len(chosen)), group.shape[1] / max(1, len(chosen)))
+        sampled.append(torch.cat([group[:, chosen], weight]))
+    columns = [all_cat(row).tolist() for row in torch.cat(sampled, 1)]
+    columns = dict(zip(("p", "entropy", "collision", "advantage", "silenced", "weight"), columns))
+    columns["silenced"] = [silenced > 0 for silenced in columns["silenced"]]
 
-    words = {True: Counter(), False: Counter()}  # keep -> tokens
-    for e, t in owners[:DUMPED_TOKENS]:
-        words[bool(e.keep[t])][tokenizer.decode([e.response.ids[t]])] += 1
-    order = torch.randperm(len(owners), generator=generator).tolist()
-    cases = describe(model, tokenizer, [owners[i] for i in order[: DUMPED_CASES // ranks.world]])
-    counts = torch.tensor([columns.shape[1], sum(len(e.logp) for e in episodes)])
-    positive_tokens, all_tokens = map(int, all_sum(counts))
+    places = [(e, t) for e in positive for t in (e.logp.exp() < cfg.tau_p).nonzero().flatten()]
+    places = [places[i] for i in torch.randperm(len(places), generator=generator)]
+    words = {"spurious": Counter(), "exploratory": Counter()}
+    for e, t in places[:DUMPED_TOKENS]:
+        kind = "exploratory" if e.keep[t] else "spurious"
+        words[kind][tokenizer.decode([e.response.ids[t]])] += 1
+    cases = describe(model, tokenizer, places[: DUMPED_CASES // ranks.world])
     parts = distributed.gather((cases, words))
+    merged = {kind: sum((words[kind] for _, words in parts), Counter()) for kind in words}
+    counts = all_sum(torch.tensor([tokens.shape[1], sum(len(e.logp) for e in episodes)]))
+    dump = {
+        "step": step,
+        "method": cfg.method,
+        "tau_p": cfg.tau_p,
+        "tau_h": [tau if math.isfinite(tau) else None for tau in tau_h],
+        "positive_tokens": int(counts[0]),
+        "all_tokens": int(counts[1]),
+        "tokens": columns,
+        "cases": [case for cases, _ in parts for case in cases],
+        "frequent": {kind: dict(all.most_common(DUMPED_WORDS)) for kind, all in merged.items()},
+    }
     if ranks.main:
-        words = {k: sum((w[k] for _, w in parts), Counter()) for k in (False, True)}
-        dump = {"step": int(path.stem[5:]), "method": cfg.method, "tau_p": cfg.tau_p}
-        dump |= {"tau_h": [h if math.isfinite(h) else None for h in tau_h]}
-        dump |= {"positive_tokens": positive_tokens, "all_tokens": all_tokens, "tokens": tokens}
-        dump |= {"cases": [case for part in parts for case in part[0]]}
-        dump["frequent"] = {
-            name: dict(words[kept].most_common(DUMPED_WORDS))
-            for name, kept in (("spurious", False), ("exploratory", True))
-        }
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(dump))
 
 
-def describe(model, tokenizer, owners: list[tuple[Episode, torch.Tensor]]) -> list[dict]:
+@torch.no_grad()
+def describe(model, tokenizer, places: list[tuple[Episode, torch.Tensor]]) -> list[dict]:
     """The paper's case tables: each token in its context, with the five likeliest alternatives."""
+
+    def text(ids: list[int]) -> str:  # a padded head has ids without text
+        return tokenizer.decode([i for i in ids if i < len(tokenizer)])
+
     cases = []
-    for turn in range(all_max(len(owners))):  # every rank takes part in every forward
-        e, t = owners[turn] if turn < len(owners) else (None, 0)
+    for turn in range(all_max(len(places))):  # every rank takes part in every forward
+        e, t = places[turn] if turn < len(places) else (None, 0)
         before = e.response.prompt_ids + e.response.ids[:t] if e else [0]
         logits = model(torch.tensor([before], device=model.device), logits_to_keep=1).logits
         top = logits[0, -1].float().softmax(-1).topk(5)
         if e:
-            numbers = {"p": float(e.logp[t].exp()), "entropy": float(e.entropy[t])}
-            cases.append(
-                {
-                    "problem": e.problem["problem"],
-                    "context": tokenizer.decode(before)[-200:],
-                    "token": tokenizer.decode([e.response.ids[t]]),
-                    **numbers,
-                    "advantage": e.advantage,
-                    "silenced": not bool(e.keep[t]),
-                    "top": [
-                        [tokenizer.decode([i]) if i < len(tokenizer) else f"<{i}>", p]
-                        for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-                    ],
-                }
-            )
+            case = {"problem": e.problem["problem"], "context": text(before)[-200:]}
+            case |= {"token": text([e.response.ids[t]]), "p": float(e.logp[t].exp())}
+            case |= {"entropy": float(e.entropy[t]), "advantage": e.advantage}
+            case |= {"silenced": not bool(e.keep[t])}
+            likely = zip(top.indices.tolist(), top.values.tolist())
+            cases.append(case | {"top": [[text([i]), p] for i, p in likely]})
     distributed.reshard(model)
     return cases
 
@@ -660,31 +652,31 @@ def show(episode: Episode, step: int) -> None:
 
 
 def check(cfg: Config, world: int) -> None:
-    """Refuse flags that cannot work, naming the flag; raises InputError."""
-    tests = {
-        f"--q {cfg.q}: a quantile is between 0 and 1": 0 <= cfg.q <= 1,
-        f"--tau_p {cfg.tau_p}: a probability is between 0 and 1": 0 <= cfg.tau_p <= 1,
-        f"--group_size {cfg.group_size}: an advantage needs at least 2": cfg.group_size >= 2,
-        f"--batch_size {cfg.batch_size} is not a multiple of --mini_batch_size "
-        f"{cfg.mini_batch_size}": cfg.mini_batch_size > 0
-        and cfg.batch_size > 0
-        and cfg.batch_size % cfg.mini_batch_size == 0,
-        f"--mini_batch_size {cfg.mini_batch_size} is not a multiple of the {world} ranks": (
-            cfg.mini_batch_size % world == 0
-        ),
-        "--quantile_over all is a definition of tau_h for --method stapo": (
-            cfg.quantile_over == "candidates" or cfg.method == "stapo"
-        ),
-        "--beta weighs the KL of --method grpo; other methods have none": (
-            cfg.method == "grpo" or cfg.beta == Config.beta
-        ),
-        "--resume needs --output, the run to continue": bool(cfg.output) or not cfg.resume,
+    """Refuse flags that cannot work; raises InputError naming the flag."""
+    beta_unused = cfg.method != "grpo" and cfg.beta != Config.beta
+    wrong = {
+        f"--q {cfg.q}: a quantile is between 0 and 1": not 0 <= cfg.q <= 1,
+        f"--tau_p {cfg.tau_p}: a probability is between 0 and 1": not 0 <= cfg.tau_p <= 1,
+        f"--group_size {cfg.group_size}: an advantage needs at least 2": cfg.group_size < 2,
+        "--quantile_over all: a definition of --method stapo alone": cfg.quantile_over == "all"
+        and cfg.method != "stapo",
+        f"--beta {cfg.beta}: only --method grpo has a KL term": beta_unused,
+        "--resume: name the run to continue with --output": cfg.resume and not cfg.output,
     }
-    for name in ("steps", "max_new_tokens", "rollout_batch_size", "tokens_per_micro_batch"):
-        tests[f"--{name} {getattr(cfg, name)}: has to be at least 1"] = getattr(cfg, name) >= 1
-    for message, holds in tests.items():
-        if not holds:
-            raise InputError(message)
+    sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
+    for name in (*sizes.split(), "tokens_per_micro_batch"):
+        wrong[f"--{name} {getattr(cfg, name)}: has to be at least 1"] = getattr(cfg, name) < 1
+    for message in (message for message, holds in wrong.items() if holds):
+        raise InputError(message)
+    if cfg.batch_size % cfg.mini_batch_size:
+        raise InputError(
+            f"--batch_size {cfg.batch_size}: not a multiple of --mini_batch_size "
+            f"{cfg.mini_batch_size}"
+        )
+    if cfg.mini_batch_size % world:
+        raise InputError(
+            f"--mini_batch_size {cfg.mini_batch_size}: not a multiple of {world} ranks"
+        )
 
 
 def train(cfg: Config, ranks: Ranks) -> None:
@@ -720,7 +712,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 episode.ref_logp = ref_logp
         if cfg.dump_every and step % cfg.dump_every == 0:
             path = run / "dumps" / f"step_{step:06d}.json"
-            dump_tokens(path, model, tokenizer, mini_batches, cfg, ranks)
+            dump_tokens(path, step, model, tokenizer, mini_batches, cfg, ranks)
         metrics = {"step": step} | rollout_metrics(episodes, cfg)
         rolled_out = time.time()
         lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
@@ -766,9 +758,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     bar.close()
     if ranks.main and not optimizer and found:
         percent = 100 * found["silenced"] / found["tokens"]
-        print(
-            f"{found['silenced']} of {found['tokens']} response tokens are spurious: {percent:.4f} %"
-        )
+        print(f"{found['silenced']} of {found['tokens']} tokens are spurious: {percent:.4f} %")
 
 
 def finite(metrics: dict) -> dict:
