@@ -1,0 +1,54 @@
+"""What the tests share: one thread, the tiny model, models with random weights."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout import load_model, load_tokenizer
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tests" / "tiny"
+BENCHMARKS = ROOT.parent / "shared" / "benchmarks"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_tokenizer(str(TINY))
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    return load_model(str(TINY))
+
+
+@pytest.fixture
+def tiny(tiny_model):
+    """A copy that the test may change."""
+    return copy.deepcopy(tiny_model)
+
+
+def make_random_model(vocab_size: int = 104, tied: bool = True, spread: float = 0.02):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        initializer_range=spread,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def random_model():
+    return make_random_model

@@ -1,0 +1,429 @@
+r"""Right and wrong spellings of the benchmarks' gold answers, and what the grader makes of them.
+
+    python tests/spellings.py                 # acceptance, speed and worst case
+    python tests/spellings.py --math_verify   # the same cases through math-verify as well
+
+Every rewriting here is a plain edit of the gold string, made without a look at `reward.py`: a right
+spelling keeps the value by construction, a wrong one changes it. The benchmarks lie next to the
+repository, in ../shared/benchmarks.
+"""
+
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+BENCHMARKS = ROOT.parent / "shared" / "benchmarks"
+FILES = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
+
+HOSTILE = {
+    "nested parentheses": "(" * 50_000 + "5" + ")" * 50_000,
+    "open parentheses": "(" * 50_000,
+    "nested braces": "{" * 50_000 + "5" + "}" * 50_000,
+    "digits": "7" * 100_000,
+    "digits within the length cap": "7" * 990,
+    "power tower": "9^{9^{9^9}}",
+    "long power tower": "9^" * 450 + "9",
+    "factorial": "1000000000!",
+    "chained factorials": "5" + "!" * 950,
+    "product of factorials": "500!" * 240,
+    "power of two": "2^{10^7}",
+    "sum of large fractions": r"\frac{1}{7^{2000}}+" * 55 + "1",
+    "NUL bytes": "\0" * 1_000,
+    "code": "__import__('os').system('echo no')",
+    "not a number": "NaN",
+    "division by zero": r"\frac{1}{0}",
+    "zero to the zero": "0^0",
+    "unclosed fractions": r"\frac{" * 150,
+    "signs": "-" * 950 + "5",
+    "plus-minus": r"\pm" * 300 + "1",
+    "plus-minus in sets": r"(\pm 1,\{" * 18 + "1" + r"\})" * 18,
+    "functions": r"\sin" * 240 + " x",
+    "function of a long product": r"\sin " + "9^{2000}" * 120,
+    "bars": "|" * 950,
+    "long list": "1," * 490 + "1",
+    "words": "5 metres " * 105,
+    "huge exponent": "1e999999999",
+    "underscores": "x_{" * 300,
+    "matrix": r"\begin{pmatrix}" + "1&" * 450 + r"1\end{pmatrix}",
+}
+HOSTILE_RESPONSES = {
+    "two million characters": "x" * 2_000_000,
+    "two million braces": "{" * 2_000_000,
+    "a box, then two million braces": r"\boxed{5}" + "{" * 2_000_000,
+    "unfinished boxes": r"\boxed{" * 280_000,
+    "empty boxes": r"\boxed{}" * 250_000,
+    "answer lines": "Answer: 5\n" * 200_000,
+    "spaces in boxes": (r"\boxed" + " " * 60) * 30_000,
+}
+
+
+def golds() -> list[tuple[str, str]]:
+    """(file, gold answer) of all 1,546 problems, without the box of one of the files."""
+    rows = []
+    for name in FILES:
+        for line in (BENCHMARKS / f"{name}.jsonl").read_text().splitlines():
+            rows.append((name, json.loads(line)["answer"].strip()))
+    return [(name, g[7:-1] if g.startswith("\\boxed{") else g) for name, g in rows]
+
+
+def split_top(text: str, separators: str) -> list[str]:
+    """`text` cut before each separator that stands outside all brackets and groups."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if depth == 0 and c in separators and i > start:
+            parts.append(text[start:i])
+            start = i
+    return [*parts, text[start:]]
+
+
+def thousands(digits: str, comma: str) -> str:
+    return re.sub(r"(?<=\d)(?=(?:\d{3})+$)", lambda _: comma, digits)
+
+
+def number_spellings(sign: str, digits: str) -> list[str]:
+    """An integer or a decimal without exponent."""
+    out = [f"{sign}{digits}{unit}" for unit in (r"\text{ units}", r"\ \mathrm{cm}", r"\mbox{ m}^2")]
+    out += [f"x = {sign}{digits}", f"{sign}{digits}.", f"{sign}{digits} units", f"N={sign}{digits}"]
+    whole, _, part = digits.partition(".")
+    exact = Fraction(sign + digits)
+    if part:
+        out += [
+            f"{sign}{digits}0",
+            rf"{sign}\frac{{{abs(exact.numerator)}}}{{{exact.denominator}}}",
+        ]
+        out += [sign + digits[1:]] if whole == "0" else []
+    else:
+        out += [f"{sign}{digits}.0", f"{sign}{digits}.00", rf"\frac{{{sign}{digits}}}{{1}}"]
+        out += [rf"{sign}\frac{{{3 * int(digits)}}}{{3}}"]
+        out += [sign + thousands(digits, c) for c in (",", "{,}", r",\!", r"\,")] * (len(whole) > 3)
+    return out
+
+
+def fraction_spellings(sign: str, p: str, q: str) -> list[str]:
+    a, b = int(p), int(q)
+    out = [f"{sign}{p}/{q}", rf"\frac{{{sign}{p}}}{{{q}}}", rf"{sign}\frac{{{2 * a}}}{{{2 * b}}}"]
+    out += [rf"{sign}{p}\div {q}", rf"{sign}\left(\frac{{{p}}}{{{q}}}\right)", f"{sign} {p} / {q}"]
+    if a > b and a % b:
+        out += [rf"{sign}{a // b}\frac{{{a % b}}}{{{b}}}", f"{sign}{a // b} {a % b}/{b}"]
+    if 10**12 % b == 0:
+        out.append(sign + f"{Fraction(a, b) * 10**12 // 1 / 10**12:.12f}".rstrip("0").rstrip("."))
+    if len(p) == len(q) == 1:
+        out.append(rf"{sign}\frac{p}{q}")
+    return out
+
+
+def scientific_spellings(mantissa: str, exponent: str) -> list[str]:
+    power = int(exponent)
+    out = [f"{mantissa}{x}" for x in (rf" \times 10^{{{power}}}", f"*10^{power}", f"e{power}")]
+    out += [
+        f"{mantissa}{x}" for x in (rf" \cdot 10^{{{power}}}", f"E{power}", f" × 10^{{{power}}}")
+    ]
+    out += [f"{mantissa}{x}" for x in (rf"\times 10^{{{power}}} \text{{ m}}", f" x 10^{power}")]
+    out.append(
+        rf"{Fraction(mantissa) * 10 // 1} \times 10^{{{power - 1}}}" if len(mantissa) == 3 else ""
+    )
+    if abs(power) <= 12:
+        value = Fraction(mantissa) * Fraction(10) ** power
+        out.append(
+            f"{float(value):.20f}".rstrip("0").rstrip(".") if power < 0 else f"{float(value):f}"
+        )
+    return out
+
+
+EDITS = [
+    (r"\\d?frac(?![a-z])", r"\\dfrac"),
+    (r"\\d?frac(?![a-z])", r"\\tfrac"),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\\frac {\1} {\2}"),
+    (r"\\left|\\right", ""),
+    (r"(?<![A-Za-z\\ ]) +| +(?![A-Za-z])", ""),
+    (r"(?<!e)([-+=])", r" \1 "),
+    (r"\\pi(?![a-z])\s*", "π "),
+    (r"\\infty", "∞"),
+    (r"\\cup", "∪"),
+    (r"\\sqrt\{(\d+)\}", r"√{\1}"),
+    (r"\\sqrt\{(\w+)\}", r"{\1}^{1/2}"),
+    (r"\\sqrt\{(\w+)\}", r" sqrt(\1)"),
+    (r"\^\{(\w)\}", r"^\1"),
+    (r"\^(\w)", r"^{\1}"),
+    (r"_(\d)(?!\d)", r"_{\1}"),
+    (r"\\geqslant", r"\\geq"),
+    (r"\\log _", r"\\log_"),
+    (r"\{pmatrix\}", "{bmatrix}"),
+    (r"\\\\ ", r"\\\\"),
+    (r"\^\{?\\circ\}?", ""),
+    (r"\^\{?\\circ\}?", "°"),
+    (r"\^\{?\\circ\}?", r"\\text{ degrees}"),
+    (r"\^\{?\\circ\}?", r"^{\\circ}"),
+    (r"\\text\{\(([A-Z])\)\}", r"\1"),
+    (r"\\text\{(\w+)\}$", r"\1"),
+    (r"\\text\{(\w+)\}$", r"\\mathrm{\1}"),
+    (r"\\text\{(\w+)\}$", r"\\textbf{\1}"),
+    (r"\s*\\?%", ""),
+    (r"\s*\\?%", r" \\%"),
+    (r"\\\$", ""),
+    (r"\\\$([\d.]+)$", r"\1 \\text{ dollars}"),
+    (r"\\exp\{([^{}]+)\}", r"e^{\1}"),
+    (r"np\.", r"\\"),
+    (r"(\d)\s*\\(pi|sqrt)", r"\1 \\cdot \\\2"),
+    (r"\\lfloor(.*?)\\rfloor", r"\\left\\lfloor \1 \\right\\rfloor"),
+    (r"^([^(),\[\]]*)$", r"\\displaystyle \1"),
+]
+
+
+def right_spellings(gold: str, rng: random.Random) -> list[str]:
+    """Distinct strings with the value of `gold`, as a model may write them."""
+    bare = gold.strip().strip("$").strip() if gold.count("$") == 2 else gold.strip()
+    words = "\\text" in bare or re.search(r"[A-Za-z]{3}", re.sub(r"\\[a-zA-Z]+", "", bare))
+    mixed = re.match(r"\d+ ?\\frac\{\d+\}\{\d+\}$", bare)
+    separated = re.search(r"\d(?:\{,\}|,\\!)", bare)
+    out = [gold, bare, f"${bare}$" if "$" not in bare else bare, rf"\({bare}\)", f" {bare} "]
+    for pattern, new in EDITS:
+        if "left" not in pattern or "\\left\\l" not in bare:
+            out.append(re.sub(pattern, new, bare))
+    if not re.search(r"_\{\w\w", bare):
+        out.append(re.sub(r"_\{(\w)\}", r"_\1", bare))
+    if not mixed:
+        out.append(re.sub(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", r"((\1)/(\2))", bare))
+    if re.match(r"[\d\\]*[\df]", bare):
+        out.append(re.sub(r"\s*\\(?:text|mbox)\s*\{[^{}]*\}(\^\d)?$", "", bare))
+    if (
+        bare.count("(") == bare.count(")")
+        and "\\left" not in bare
+        and not re.search(r"[\[\]]", bare)
+    ):
+        out += [bare.replace("(", "\\left(").replace(")", "\\right)"), bare.replace("(", "( ")]
+    if m := re.fullmatch(r"\+?(-?)(\d*\.?\d+)", bare):
+        out += number_spellings(*m.groups())
+    if m := re.fullmatch(r"(-?)\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?", bare):
+        out += fraction_spellings(*m.groups())
+    if m := re.fullmatch(r"(\d+\.?\d*)e(-?\d+)", bare):
+        out += scientific_spellings(*m.groups())
+    if m := re.fullmatch(r"(-?)(\d*) ?\\sqrt\{(\d+)\}", bare):
+        out.append(rf"{m[1]}\sqrt{{{int(m[2] or 1) ** 2 * int(m[3])}}}")
+    if m := re.fullmatch(r"(\d+) ?([a-df-z]) ?([-+]) ?(\d+)", bare):
+        a, b = int(m[1]), int(m[4])
+        out += [
+            f"{a}({m[2]}{m[3]}{b // a})" if b % a == 0 else f"{m[3]}{b} + {a}{m[2]}".lstrip("+")
+        ]
+    items = [x.strip(", ") for x in split_top(bare, ",")]
+    if len(items) > 1 and "$" not in bare and not separated:
+        shuffled = rng.sample(items, len(items))
+        out += [
+            ", ".join(items),
+            ", ".join(shuffled),
+            ",".join(reversed(items)),
+            " and ".join(items),
+        ]
+        out += [r"\{" + ", ".join(items) + r"\}", r"\text{ or }".join(shuffled), "; ".join(items)]
+        out.append("$" + "$, $".join(items) + "$")
+    sides = split_top(bare, "=")
+    if len(sides) == 2 and len(items) == 1:
+        left, right = sides[0].strip(), sides[1].lstrip("= ")
+        out += [f"{right} = {left}", f"{left} - ({right}) = 0", f"{left}={right}"]
+        out += [right] if re.fullmatch(r"[A-Za-z](_\S+)?(\([a-z]\))?", left) else []
+    scalar = not (words or mixed) and len(sides) == 1
+    if scalar and not re.search(
+        r",|\\in|\\cup|matrix|\\pm|\\ge|\d_|\de-?\d|%|circ|\$|[\[\]]", bare
+    ):
+        out += [
+            rf"\frac{{2({bare})}}{{2}}",
+            f"({bare})",
+            rf"\left({bare}\right) \cdot 1",
+            f"x = {bare}",
+            rf"{bare} \text{{ cm}}",
+        ]
+        terms = split_top(bare, "+-")
+        if len(terms) > 1 and all(t.strip(" +-") for t in terms):
+            rest = [t if t.strip()[0] in "+-" else f"+{t}" for t in terms]
+            out += [
+                "".join(rng.sample(rest, len(rest))).lstrip("+"),
+                "".join(reversed(rest)).strip("+ "),
+            ]
+    if m := re.fullmatch(r"([^{}]*?) ?\\pm ?(.*)", bare):
+        out += [f"{m[1]} - {m[2]}, {m[1]} + {m[2]}", f"{m[1]}+{m[2]} \\text{{ and }} {m[1]}-{m[2]}"]
+    if m := re.fullmatch(r"(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]", bare):
+        out += [
+            rf"{m[1]} \le x \le {m[2]}",
+            rf"x \in \left[{m[1]}, {m[2]}\right]",
+            f"[{m[1]},{m[2]}]",
+        ]
+    if m := re.fullmatch(r"\(([^,]+), ?\\infty\)", bare):
+        out += [f"x > {m[1]}", f"{m[1]} < x"]
+    if re.fullmatch(r"(?:\\text\{)?[A-Za-z]{4,}\}?", bare):
+        out += [bare.lower(), bare.capitalize() if bare[0] != "\\" else bare]
+    return list(dict.fromkeys(x for x in out if x.strip()))
+
+
+def simple_value(text: str):
+    """Exact value of an integer, decimal, percentage or plain fraction; else the bare string."""
+    text = re.sub(r"[\s$]|\\left|\\right|\\[!,]", "", text).rstrip(".%\\")
+    if m := re.fullmatch(r"(-?)\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?|(-?)(\d+)/(\d+)", text):
+        sign, p, q = m.groups()[:3] if m[3] else m.groups()[3:]
+        return Fraction(int(sign + p), int(q))
+    text = text.split("=")[-1].replace("\\$", "")
+    return Fraction(text) if re.fullmatch(r"[-+]?\d*\.?\d+(e-?\d+)?", text) else text
+
+
+def wrong_spellings(gold: str, others: list[str], rng: random.Random) -> list[str]:
+    """Strings whose value differs from `gold`: near misses, and other problems' answers."""
+    bare = gold.strip().strip("$").strip() if gold.count("$") == 2 else gold.strip()
+    out, value = [], simple_value(bare)
+    if isinstance(value, Fraction):
+        if re.fullmatch(r"[-+]?\d+", bare):
+            n = int(bare)
+            out += [f"{n + d}" for d in (-2, -1, 1, 2, 10)] + [
+                f"{n}5",
+                f"{n}.5",
+                f"{n}0" if n else "7",
+            ]
+            out += [str(n)[:-1], str(n)[1:], str(n)[::-1], rf"\frac{{{n}}}{{2}}", rf"\sqrt{{{n}}}"]
+        if value:
+            out += [
+                f"-({bare})",
+                rf"2({bare})",
+                rf"{bare} \cdot 10^{{1}}",
+                rf"{bare} \cdot 10^{{-2}}",
+            ]
+            out += (
+                [rf"\frac{{{value.denominator}}}{{{value.numerator}}}"] if abs(value) != 1 else []
+            )
+        if m := re.fullmatch(r"(-?\d*\.?\d*)(\d)((?:e-?\d+)?)", bare):  # the last digit
+            out += [f"{m[1]}{d}{m[3]}" for d in (int(m[2]) - 1, int(m[2]) + 1) if 0 <= d <= 9]
+        out = [x for x in out if simple_value(x) != value and x.strip("-")]
+        if value == 1:  # 1 is its own inverse and its own root
+            out = [x for x in out if "frac{1}{1}" not in x and "sqrt{1}" not in x]
+        if value == 0:
+            out = [
+                x
+                for x in out
+                if "frac{0}" not in x and "sqrt{0}" not in x and not re.fullmatch("-?0+", x)
+            ]
+    else:
+        numbers = list(re.finditer(r"(?<![\d.])\d+(?![\d.])", bare))
+        if numbers:
+            m = rng.choice(numbers)
+            out += [bare[: m.start()] + str(int(m[0]) + d) + bare[m.end() :] for d in (1, 2)]
+        if re.fullmatch(r"\\[dt]?frac\{(\w+)\}\{(\w+)\}", bare):
+            out.append(re.sub(r"frac\{(\w+)\}\{(\w+)\}", r"frac{\2}{\1}", bare))
+        if re.search(r"\\sqrt\{(\d+)\}", bare):
+            out.append(re.sub(r"\\sqrt\{(\d+)\}", r"\1", bare))
+            out.append(re.sub(r"\\sqrt\{(\d+)\}", lambda m: rf"\sqrt{{{int(m[1]) + 1}}}", bare))
+        items = [x.strip(", ") for x in split_top(bare, ",")]
+        if len(items) > 1:
+            out += [
+                ", ".join(items[:-1]),
+                ", ".join([*items, "12345"]),
+                ", ".join([*items[:-1], "12345"]),
+            ]
+        if m := re.fullmatch(r"\(([^,]+), ?([^,]+)\)", bare):
+            out += [f"({m[2]}, {m[1]})", f"[{m[1]}, {m[2]}]", f"({m[1]}, {m[2]}]"]
+        if m := re.fullmatch(r"([^=,]*?)([-+])([^=,+-]*)", bare):
+            out.append(f"{m[1]}{'+' if m[2] == '-' else '-'}{m[3]}")
+    out += [o for o in rng.sample(others, 6) if simple_value(o) != value]
+    return list(dict.fromkeys(x for x in out if x.strip() and x != bare))
+
+
+def boxed(answer: str) -> str:
+    return rf"Adding both sides we find that it is $\boxed{{{answer}}}$."
+
+
+def cases(seed: int = 0) -> tuple[list[tuple], list[tuple]]:
+    """(file, gold, spelling) of the right and of the wrong spellings of all gold answers."""
+    rng, rows = random.Random(seed), golds()
+    others = [gold for _, gold in rows]
+    right = [(f, g, s) for f, g in rows for s in right_spellings(g, rng)]
+    wrong = [(f, g, s) for f, g in rows for s in wrong_spellings(g, others, rng)]
+    return right, wrong
+
+
+def seconds(function, *arguments) -> float:
+    start = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - start
+
+
+def hostile_seconds(is_correct) -> dict[str, float]:
+    """Slowest of the ways in which each hostile text can come, in seconds."""
+    out = {}
+    for name, text in HOSTILE.items():
+        ways = ((boxed(text), "5"), (boxed(text), text), (boxed("5"), text), (text, "5"))
+        out[name] = max(seconds(is_correct, *way) for way in ways)
+    for name, text in HOSTILE_RESPONSES.items():
+        out[name] = max(
+            seconds(is_correct, text, "5"),
+            seconds(lambda t=text: is_correct(t, "5", answer_line=True)),
+        )
+    return out
+
+
+def math_verify_grader():
+    """is_correct(response, gold) as math-verify has it, at its defaults."""
+    from math_verify import parse, verify
+
+    def grade(response: str, gold: str) -> bool:
+        gold = gold if gold.startswith("$") else f"${gold}$"
+        return bool(verify(parse(gold), parse(response)))
+
+    return grade
+
+
+def cross_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:
+    """(gold, gold answer of some problem): every third pair is a gold answer with itself."""
+    rng, rows = random.Random(seed), [gold for _, gold in golds()]
+    pairs = []
+    for i in range(count):
+        gold = rng.choice(rows)
+        pairs.append((gold, gold if i % 3 == 0 else rng.choice(rows)))
+    return pairs
+
+
+def main() -> None:
+    from reward import is_correct
+
+    right, wrong = cases()
+    refused = [c for c in right if not is_correct(boxed(c[2]), c[1])]
+    accepted = [c for c in wrong if is_correct(boxed(c[2]), c[1])]
+    for title, bad in (("refused", refused), ("accepted", accepted)):
+        for name, gold, spelling in bad:
+            print(f"{title}: {name}: gold {gold!r}, answer {spelling!r}")
+    print(f"right spellings accepted: {1 - len(refused) / len(right):.4%} of {len(right)}")
+    print(f"wrong spellings accepted: {len(accepted) / len(wrong):.4%} of {len(wrong)}")
+    for name in FILES:
+        n = sum(c[0] == name for c in right)
+        print(f"  {name}: {n - sum(c[0] == name for c in refused)} of {n}")
+    sample = random.Random(1).sample(right + wrong, 2_000)
+    times = [seconds(is_correct, boxed(s), g) for _, g, s in sample]
+    print(f"median {statistics.median(times) * 1e6:.0f} us, slowest {max(times) * 1e3:.2f} ms")
+    name, slowest = max(hostile_seconds(is_correct).items(), key=lambda item: item[1])
+    print(f"slowest hostile input: {slowest * 1e3:.1f} ms ({name})")
+    if "--math_verify" in sys.argv:
+        grade = math_verify_grader()
+        pairs = cross_pairs(3_000)
+        split = [(g, s) for g, s in pairs if is_correct(boxed(s), g) != grade(boxed(s), g)]
+        print(
+            f"agreement with math-verify on {len(pairs)} pairs: {1 - len(split) / len(pairs):.4%}"
+        )
+        for pair in split:
+            print("  differ:", *map(repr, pair))
+        ratios = [
+            seconds(grade, boxed(s), g) / seconds(is_correct, boxed(s), g)
+            for _, g, s in sample[:500]
+        ]
+        print(f"math-verify takes {statistics.median(ratios):.0f} times as long, by the median")
+        for title, list_ in (("right", right), ("wrong", wrong)):
+            part = random.Random(2).sample(list_, 1_000)
+            share = sum(grade(boxed(s), g) for _, g, s in part) / len(part)
+            print(f"math-verify accepts {share:.2%} of 1,000 {title} spellings")
+
+
+if __name__ == "__main__":
+    main()
