@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import types
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +37,9 @@ from torch.distributed.fsdp import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import InputError, check_head, load_model, token_stats
+
+# a single process saves and loads checkpoints too, which is no reason to warn
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 # ------------------------------------------------------------------------------------------ ranks
 

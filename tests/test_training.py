@@ -1,0 +1,344 @@
+"""The update of a mini-batch, and whole runs of stapo.py."""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from transformers import AutoModelForCausalLM
+
+import distributed
+import stapo
+from rollout import Response, pad_batch
+from stapo import Config, Episode, stapo_loss, update
+
+ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
+
+
+def make_episodes(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-")):
+    """Groups of random responses, scored under `model`; rewards as the strings say."""
+    g = torch.Generator().manual_seed(seed)
+    episodes = []
+    for group in groups:
+        rewards = torch.tensor([[1.0 if sign == "+" else -1.0 for sign in group]])
+        for reward, advantage in zip(rewards[0], stapo.group_advantages(rewards)[0]):
+            lengths = [int(torch.randint(1, high, (1,), generator=g)) for high in (9, 25)]
+            prompt, ids = (torch.randint(2, 100, (n,), generator=g).tolist() for n in lengths)
+            e = Episode({}, Response(prompt, ids, False, ""), float(reward), float(advantage))
+            e.logp, e.entropy, e.collision = plain_stats(model, e)
+            # pi_old differs from the current policy, so that ratios are not all 1
+            e.old_logp = e.logp + 0.3 * torch.randn(e.logp.shape, generator=g)
+            e.noise = torch.rand(e.logp.shape, generator=g)
+            episodes.append(e)
+    return episodes
+
+
+def plain_stats(model, e):
+    """Independent of rollout.py: one unpadded sequence, full logits, float64."""
+    with torch.no_grad():
+        ids = torch.tensor([e.response.prompt_ids + e.response.ids])
+        logits = model(ids).logits[0, len(e.response.prompt_ids) - 1 : -1].double()
+    logp = logits.log_softmax(-1)
+    chosen = logp.gather(1, torch.tensor(e.response.ids)[:, None]).squeeze(1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return chosen.float(), entropy.float(), (2 * logp).exp().sum(-1).float()
+
+
+class Frozen:
+    """An optimiser that leaves the weights and keeps the gradients."""
+
+    def __init__(self, model):
+        self.model, self.steps = model, 0
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+    def step(self):
+        self.steps += 1
+
+
+def gradient_of(model, episodes, **flags):
+    cfg = Config(grad_clip=math.inf, **flags)
+    totals = update(model, Frozen(model), episodes, cfg, 1, 0)
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), totals
+
+
+def reference_gradient(model, episodes, loss_of):
+    """One call on the whole mini-batch, from the full logits of one padded batch."""
+    ids, _, mask = pad_batch([e.response for e in episodes], 0)
+    model.zero_grad()
+    logits = model(ids).logits[:, :-1].double().log_softmax(-1)
+    logp = logits.gather(2, ids[:, 1:, None]).squeeze(2).float()
+    entropy = -(logits.exp() * logits).sum(-1).float()
+    old_logp = stapo.spread([e.old_logp for e in episodes], mask)[:, 1:]
+    advantages = torch.tensor([e.advantage for e in episodes])
+    loss = loss_of(logp, old_logp, advantages, entropy, mask[:, 1:])
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), float(loss.detach())
+
+
+@pytest.fixture
+def model(random_model):
+    model = random_model(spread=0.5)
+    model.token_stats = lambda *args: stapo.distributed.token_stats(model, *args)
+    return model
+
+
+@pytest.mark.parametrize("budget", [1, 60, 200, 10_000])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_update_is_one_loss_over_the_mini_batch(model, budget, shuffled):
+    """For every micro-batch size and order; zero-advantage groups are skipped, yet counted."""
+    episodes = make_episodes(model)
+    expected, loss = reference_gradient(model, episodes, lambda *x: stapo_loss(*x)[0])
+    if shuffled:
+        episodes = [episodes[i] for i in torch.randperm(len(episodes)).tolist()]
+    got, totals = gradient_of(model, episodes, tokens_per_micro_batch=budget)
+    assert totals["silenced"] > 3 and totals["loss"] == pytest.approx(loss, rel=1e-4)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def own_quantile(values, q):
+    return torch.quantile(values, q) if len(values) else -math.inf
+
+
+@pytest.mark.parametrize(
+    "method", ["justrl", "full-mask", "high-entropy", "random", "20-entropy", "stapo-all", "grpo"]
+)
+def test_baselines_are_the_table(model, method):
+    """Which tokens carry a gradient and what they are divided by, from the definitions."""
+    episodes = make_episodes(model, seed=1)
+    for e in episodes:
+        e.ref_logp = e.logp - 0.2
+    _, _, mask = pad_batch([e.response for e in episodes], 0)
+    noise = stapo.spread([e.noise for e in episodes], mask)[:, 1:]
+
+    def loss_of(logp, old_logp, advantages, entropy, mask):
+        candidates = mask & (advantages[:, None] > 0) & (logp.exp() < 0.002)
+        rho, a = (logp - old_logp).exp(), advantages[:, None]
+        high = 1.2 if method == "grpo" else 1.28
+        objective = torch.minimum(rho * a, rho.clamp(0.8, high) * a)
+        silenced = torch.zeros_like(mask)
+        if method in ("high-entropy", "random"):
+            key = -entropy if method == "high-entropy" else noise
+            silenced = candidates & (key < own_quantile(key[candidates], 0.75))
+            as_stapo = candidates & (entropy < own_quantile(entropy[candidates], 0.75))
+            assert silenced.sum() == as_stapo.sum() > 3
+            assert not torch.equal(silenced, as_stapo)
+        elif method == "full-mask":
+            silenced = candidates
+        elif method == "stapo-all":
+            silenced = candidates & (entropy < own_quantile(entropy[mask], 0.75))
+        elif method == "20-entropy":
+            carries = mask & (entropy >= own_quantile(entropy[mask], 0.8))
+            return -objective[carries].sum() / mask.sum()
+        elif method == "grpo":
+            log_r = -0.2 + (logp.detach() - logp)
+            objective = objective - 0.1 * (log_r.exp() - log_r - 1)
+            return -((objective * mask).sum(1) / mask.sum(1)).mean()
+        keep = mask & ~silenced
+        return -objective[keep].sum() / keep.sum()
+
+    expected, loss = reference_gradient(model, episodes, loss_of)
+    flags = {"method": method.removesuffix("-all"), "tokens_per_micro_batch": 100}
+    if method == "stapo-all":
+        flags["quantile_over"] = "all"
+    if method == "grpo":
+        flags["beta"] = 0.1
+    got, totals = gradient_of(model, episodes, **flags)
+    assert totals["loss"] == pytest.approx(loss, rel=1e-4)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_skipped_responses_stay_in_the_denominator(model):
+    """Two more groups without a gradient: the same direction, a smaller share."""
+    groups = ("+--", "++-")
+    few, _ = gradient_of(model, make_episodes(model, groups=groups))
+    episodes = make_episodes(model, groups=(*groups, "---", "+++"))
+    seen = []
+    stats, model.token_stats = model.token_stats, None
+    model.token_stats = lambda *args: (seen.append(len(args[0])), stats(*args))[1]
+    many, totals = gradient_of(model, episodes)
+    lengths = [len(e.response.ids) for e in episodes]
+    kept = sum(lengths) - totals["silenced"]
+    assert sum(seen) == 6  # the six responses that have an advantage
+    torch.testing.assert_close(many * kept, few * (kept - sum(lengths[6:])), rtol=1e-3, atol=1e-4)
+
+
+def test_nothing_to_learn_still_steps_the_optimiser(model):
+    """A zero gradient is not a missing one: AdamW decays the weights."""
+    episodes = make_episodes(model, groups=("---", "+++"))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    totals = update(model, optimizer, episodes, Config(), 1, 0)
+    assert totals["loss"] == 0 and totals["grad_norm"] == 0
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name] * (1 - 0.001))
+
+
+def test_not_finite_is_skipped(model):
+    episodes = make_episodes(model)
+    episodes[0].old_logp[0] = math.nan
+    optimizer = Frozen(model)
+    totals = update(model, optimizer, episodes, Config(), 1, 0)
+    assert not totals["finite"] and optimizer.steps == 0
+
+
+def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model):
+    episodes = make_episodes(model)
+    stale = [(e.logp, e.entropy) for e in episodes]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    rows = []
+    stats = model.token_stats
+    model.token_stats = lambda *args: (rows.append(len(args[0])), stats(*args))[1]
+    for method, fresh in (
+        ("justrl", lambda e: False),
+        ("stapo", lambda e: e.advantage > 0),
+        ("20-entropy", lambda e: True),
+    ):
+        rows.clear()
+        stapo.refresh_stats(model, episodes, Config(method=method), 0)
+        assert sum(rows) == sum(map(fresh, episodes))
+        for e, (logp, entropy) in zip(episodes, stale):
+            expected = plain_stats(model, e) if fresh(e) else (logp, entropy)
+            torch.testing.assert_close(e.logp, expected[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(e.entropy, expected[1], atol=1e-4, rtol=1e-4)
+
+
+def test_the_mask_is_decided_once(model):
+    """tau_h is one candidate's entropy: another rounding of it would flip the strict <."""
+    episodes = make_episodes(model)
+    gradients = []
+    for nudge in (0.0, 1e-6):  # the gradient pass computes slightly other entropies
+        stats = model.token_stats
+        model.token_stats = lambda *a, n=nudge, f=stats: (f(*a)[0], f(*a)[1] - n, f(*a)[2])
+        gradients.append(gradient_of(model, episodes)[0])
+        model.token_stats = stats
+    assert torch.equal(*gradients)
+
+
+# ------------------------------------------------------------------------------------ whole runs
+
+FLAGS = """--steps 2 --batch_size 4 --mini_batch_size 2 --group_size 4 --max_new_tokens 40
+    --lr 1e-4 --warmup_steps 0 --save_every 0"""
+KEYS = """step entropy entropy_p50 entropy_p80 entropy_p95 entropy_p99 low_prob_fraction tokens
+    response_length truncated_fraction reward accuracy zero_advantage_fraction candidates silenced
+    silenced_fraction clip_low clip_high ratio_mean loss grad_norm lr rollout_seconds
+    update_seconds tokens_per_second peak_memory_gb""".split()
+
+
+def run(output, extra: str = "", flags: str = FLAGS) -> list[dict]:
+    os.chdir(ROOT)
+    stapo.main(f"@tests/tiny/args {flags} --output {output} {extra}".split())
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_ten_steps_end_to_end(tmp_path, monkeypatch, capfd):
+    collected = []
+    collect = stapo.collect
+    keep = lambda *args: (collected.append(collect(*args)), collected[-1])[1]  # noqa: E731
+    monkeypatch.setattr(stapo, "collect", keep)
+    lines = run(tmp_path / "run", "--steps 10 --save_every 4 --keep_last 2")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert all(set(KEYS) <= set(line) for line in lines)
+    assert json.loads((tmp_path / "run/config.json").read_text())["group_size"] == 4
+    saved = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+    assert saved == ["step_000008", "step_000010"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step_000010")
+    start = AutoModelForCausalLM.from_pretrained(TINY)
+    assert model.dtype == torch.float32
+    changed = [bool((a != b).any()) for a, b in zip(model.parameters(), start.parameters())]
+    assert all(changed)
+    # the first line again, from the episodes and the definitions
+    episodes = [e for mini_batch in collected[0] for e in mini_batch]
+    entropy = torch.cat([plain_stats(start, e)[1] for e in episodes])
+    right = [e for e in episodes if e.reward > 0]
+    low = torch.cat([plain_stats(start, e)[0].exp() < 0.002 for e in right])
+    line, close = lines[0], lambda x: pytest.approx(float(x), rel=1e-3, abs=1e-6)
+    assert line["tokens"] == len(entropy) == sum(len(e.response.ids) for e in episodes)
+    assert line["entropy"] == close(entropy.mean())
+    assert line["entropy_p80"] == close(torch.quantile(entropy, 0.8))
+    assert line["low_prob_fraction"] == close(low.float().mean())
+    assert line["accuracy"] == len(right) / 16 and line["reward"] == 2 * line["accuracy"] - 1
+    assert line["silenced_fraction"] == close(line["silenced"] / line["tokens"])
+    assert line["zero_advantage_fraction"] == sum(e.advantage == 0 for e in episodes) / 16
+    assert line["response_length"] == len(entropy) / 16 and line["lr"] == 1e-4
+    assert "step 1, " in "".join(capfd.readouterr())  # a sample for the reader
+
+
+@pytest.mark.parametrize("method", ["grpo", "20-entropy", "random", "justrl"])
+def test_methods_end_to_end(tmp_path, method):
+    lines = run(tmp_path / "run", f"--method {method}")
+    assert len(lines) == 2 and lines[0]["grad_norm"] > 0
+
+
+def test_lr_zero_measures_and_leaves_the_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.optim, "AdamW", None)
+    monkeypatch.setattr(torch.Tensor, "backward", None)
+    lines = run(tmp_path / "run", "--lr 0 --dump_every 1")
+    assert lines[0]["loss"] is None and lines[0]["entropy"] > 0
+    assert "tokens are spurious" in capsys.readouterr().out
+    dump = json.loads((tmp_path / "run/dumps/step_000001.json").read_text())
+    tokens = dump["tokens"]
+    assert sum(tokens["weight"]) == pytest.approx(dump["positive_tokens"])
+    assert dump["all_tokens"] == lines[0]["tokens"] and min(tokens["advantage"]) > 0
+    assert sum(tokens["silenced"]) == lines[0]["silenced"]
+    for case in dump["cases"]:
+        assert case["p"] < 0.002 and len(case["top"]) == 5 and case["top"][0][1] > case["p"]
+
+
+def test_memory_stays_flat_over_200_steps(tmp_path):
+    """Peak resident memory of a process, read in each metrics line, in GB."""
+    flags = FLAGS.replace("--steps 2", "--steps 200").replace("--max_new_tokens 40", "")
+    code = f"import stapo; stapo.main({('@tests/tiny/args ' + flags).split()!r} + "
+    code += f"['--group_size', '2', '--max_new_tokens', '8', '--output', '{tmp_path}/run'])"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    peaks = [json.loads(row)["peak_memory_gb"] for row in rows]
+    assert len(peaks) == 200 and peaks[-1] < 1.05 * peaks[40]
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--method ppo", "--method"),
+        ("--no_such_flag 1", "--no_such_flag"),
+        ("--model no/such/model", "--model no/such/model"),
+        ("--data nowhere.jsonl", "nowhere.jsonl"),
+        ("--data {folder}/empty.jsonl", "empty.jsonl"),
+        ("--data {folder}/unanswered.jsonl", "row 2"),
+        ("--batch_size 5", "--mini_batch_size"),
+        ("--q 1.5", "--q 1.5"),
+        ("--tau_p -1", "--tau_p"),
+        ("--group_size 1", "--group_size"),
+        ("--beta 0.5", "--beta"),
+        ("--max_prompt_tokens 1", "--max_prompt_tokens"),
+        ("--steps 0", "--steps"),
+        ("--output {folder}/held", "--resume"),
+        ("--output {folder}/empty.jsonl/run", "--output"),
+        ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(tmp_path, capsys, flags, names):
+    (tmp_path / "empty.jsonl").touch()
+    rows = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": None}]
+    (tmp_path / "unanswered.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held/metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "run", flags.format(folder=tmp_path))
+    message = stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
+    assert names in message.strip().splitlines()[-1] and stop.value.code != 0
+
+
+def test_arguments_file(tmp_path):
+    (tmp_path / "args").write_text('--lr 1 --q 0.5  # a comment\n--instruction "two words"\n\n')
+    parser = stapo.Parser(Config, fromfile_prefix_chars="@")
+    cfg = Config(**vars(parser.parse_args([f"@{tmp_path}/args", "--lr", "2"])))
+    assert (cfg.lr, cfg.q, cfg.instruction, cfg.tau_p) == (2.0, 0.5, "two words", 0.002)
