@@ -573,7 +573,8 @@ def dump_tokens(path: Path, step: int, model, tokenizer, mini_batches, cfg, rank
     tokens = [torch.zeros(5, 0)]  # (5, T) of each response: p, entropy, collision, A, silenced
     for e in positive:
         constant = torch.full_like(e.logp, e.advantage)
-        tokens.append(torch.stack([e.logp.exp(), e.entropy, e.collision, constant, ~e.keep]))
+        p, silenced = e.logp.exp(), ~e.keep & (e.logp.exp() < cfg.tau_p)
+        tokens.append(torch.stack([p, e.entropy, e.collision, constant, silenced]))
     tokens, generator, sampled = torch.cat(tokens, 1), seeded(cfg.seed, step), []
     low = tokens[0] < cfg.tau_p
     for group in (tokens[:, low], tokens[:, ~low]):
@@ -609,7 +610,8 @@ def dump_tokens(path: Path, step: int, model, tokenizer, mini_batches, cfg, rank
     }
     if ranks.main:
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(dump))
+        path.with_suffix(".partial").write_text(json.dumps(dump))
+        path.with_suffix(".partial").rename(path)
 
 
 @torch.no_grad()

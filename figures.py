@@ -1,0 +1,386 @@
+"""The paper's figures, tables and claims, drawn from run directories of stapo.py alone.
+
+    python figures.py runs/tiny                                 # one run, into runs/tiny/figures
+    python figures.py runs/stapo-* runs/justrl-* --smooth 20    # compare runs, into figures/
+
+Runs whose flags differ in the seed alone become one line, with a band from the smallest run to the
+largest. From metrics.jsonl: training.png, quantiles.png, evaluation.png. From the dumps that
+stapo.py --dump_every writes: gradients.png, quadrants.md, tokens.png, cases.md. The numbers behind
+each stand beside it under the same stem, as .csv or .json.
+"""
+
+import argparse
+import csv
+import json
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.font_manager import findfont, get_font
+
+matplotlib.use("Agg")  # files only, no display
+
+METHODS = {  # fixed colours, Okabe and Ito's: colour-blind readers tell them apart
+    "stapo": ("STAPO", "#D55E00"),
+    "justrl": ("JustRL", "#0072B2"),
+    "grpo": ("GRPO", "#009E73"),
+    "20-entropy": ("20-Entropy", "#E69F00"),
+    "full-mask": ("FullMask", "#CC79A7"),
+    "high-entropy": ("High-entropy", "#56B4E9"),
+    "random": ("Random", "#444444"),
+}
+TRAINING = {
+    "accuracy": "accuracy of the rollouts",
+    "reward": "mean reward (−1 to +1)",
+    "entropy": "policy entropy (nats)",
+    "silenced_fraction": "silenced share of all tokens",
+}
+QUANTILES = {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)}
+INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it computes; the seed
+    "seed output resume steps save_every keep_last eval_every eval_benchmarks dump_every "
+    "rollout_batch_size tokens_per_micro_batch gradient_checkpointing".split()
+)
+TOKEN_KEYS = ("p", "entropy", "collision", "advantage", "silenced", "weight")
+FATES = {"spurious": ("silenced", "#D55E00"), "exploratory": ("kept", "#0072B2")}
+MAX_DRAWN, MAX_ROWS = 10_000, 200  # points on either side of tau_p; rows of cases.md
+
+
+@dataclass
+class Group:
+    """Runs with the same flags but the seed: one line in every panel, one set of token figures."""
+
+    label: str
+    suffix: str  # of its file names
+    line: dict  # colour and line style
+    series: list[dict]  # for each run: metric -> {step: value}
+    dumps: list[dict]  # of all its runs
+
+
+def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
+    """metrics.jsonl -> metric -> {step: mean of the last `window` values}, nulls left out.
+
+    The score of an evaluation becomes the metric eval/BENCHMARK, which is not smoothed.
+    """
+    series: dict[str, dict[int, float]] = {}
+    lines = log.read_text("utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            scores = row.pop("eval", None) or {}
+            row |= {f"eval/{name}": score["mean"] for name, score in scores.items()}
+            for key in [k for k, v in row.items() if isinstance(v, int | float)]:
+                series.setdefault(key, {})[row["step"]] = row[key]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number < len(lines):
+                raise ValueError(f"{log} line {number} is no metrics line: {error!r}") from error
+            print(f"{log}: the last line ({number}) is torn and skipped", file=sys.stderr)
+    if not series:
+        raise ValueError(f"{log} holds no step: wait until the run has finished one")
+    for key in [key for key in series if not key.startswith("eval/")]:
+        steps, values = zip(*sorted(series[key].items()), strict=True)
+        ends = range(1, len(steps) + 1)
+        means = [fmean(values[max(0, end - window) : end]) for end in ends]
+        series[key] = dict(zip(steps, means, strict=True))
+    return series
+
+
+def read_dump(path: Path) -> dict:
+    """A dump with its tokens as float64 arrays (N,), gradient norms and quadrants added.
+
+    Sec. 3.2, Lemma, at rho = 1: ||dJ/da|| = |A| sqrt(1 - 2 p + sum_v pi(v)^2), no backward.
+    H is low below tau_h (nats, mean over mini-batches) or, where none is, below the 0.8-quantile.
+    """
+    try:
+        dump = json.loads(path.read_text("utf-8"))
+        t = {key: np.array(dump["tokens"][key], dtype=float) for key in TOKEN_KEYS}
+        if len({len(values) for values in t.values()}) > 1:
+            raise ValueError("lists of tokens differ in length")
+        squared = np.maximum(1 - 2 * t["p"] + t["collision"], 0)  # rounding can go below 0
+        t["norm"] = np.abs(t["advantage"]) * np.sqrt(squared)
+        found = [h for h in dump["tau_h"] if h is not None and math.isfinite(h)]
+        # the ablations order candidates by something else: their tau_h is no entropy
+        dump["split"] = "tau_h" if found and dump["method"] == "stapo" else "0.8-quantile of H"
+        threshold = fmean(found) if found else math.nan
+        if dump["split"] != "tau_h" and len(t["p"]):
+            order = np.argsort(t["entropy"])
+            below = np.cumsum(t["weight"][order])
+            threshold = t["entropy"][order][np.searchsorted(below, 0.8 * below[-1])]
+        t["low_p"], t["low_h"] = t["p"] < dump["tau_p"], t["entropy"] < threshold
+        t["threshold"], t["step"] = (np.full(len(t["p"]), x) for x in (threshold, dump["step"]))
+        dump["cases"] = [{"step": dump["step"]} | case for case in dump["cases"]]
+        dump["frequent"] = {kind: Counter(dump["frequent"][kind]) for kind in FATES}
+        if not math.isclose(t["weight"].sum(), dump["positive_tokens"], rel_tol=0.01):
+            print(f"{path}: the weights do not add up to positive_tokens", file=sys.stderr)
+        return dump | {"tokens": t, "all_tokens": int(dump["all_tokens"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is torn or no dump of stapo.py: {error!r}") from error
+
+
+def group_runs(paths: list[Path], window: int) -> list[Group]:
+    """Reads the runs and puts seeds together; a label names the flags in which groups differ."""
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        try:
+            config = json.loads((path / "config.json").read_text("utf-8"))
+            flags = {key: value for key, value in config.items() if key not in INCIDENTAL}
+            found.setdefault(json.dumps({"method": config["method"]} | flags), []).append(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no run directory of stapo.py: {error!r}") from error
+    groups, all_flags = [], [json.loads(key) for key in found]
+    names = [*METHODS, *(flags["method"] for flags in all_flags)]  # the legend's order
+    runs = zip(all_flags, found.values(), strict=True)
+    for flags, members in sorted(runs, key=lambda run: names.index(run[0]["method"])):
+        name, colour = METHODS.get(flags["method"], (flags["method"], "#8C8C8C"))
+        rivals = [other for other in all_flags if other["method"] == flags["method"]]
+        differ = [f"{k} {v}" for k, v in flags.items() if any(o.get(k) != v for o in rivals)]
+        label, rank = ", ".join([name, *differ]), rivals.index(flags)
+        pale = 0.6 * rank / len(rivals)  # towards white: a sweep keeps the hue of its method
+        line = {"color": [c + pale * (1 - c) for c in matplotlib.colors.to_rgb(colour)]}
+        line["linestyle"] = ("-", "--", "-.", ":")[rank % 4]
+        suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", label.lower()) if len(found) > 1 else ""
+        label += f" ({len(members)} runs)" if len(members) > 1 else ""
+        series = [read_metrics(path / "metrics.jsonl", window) for path in members]
+        dumps = [read_dump(file) for p in members for file in sorted(p.glob("dumps/step_*.json"))]
+        groups.append(Group(label, suffix, line, series, dumps))
+    return groups
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def save(fig, path: Path) -> None:
+    fig.savefig(path)
+    plt.close(fig)
+
+
+def percent(share: float, _position=None) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def visible(text: str, font: dict | None = None) -> str:
+    """Whitespace as symbols; what cannot be printed, or is no glyph of the font, escaped."""
+    symbols = {" ": "␣", "\n": "↵", "\t": "⇥"}
+    odd = {c for c in text if not c.isprintable() or (font and ord(c) not in font)}
+    return "".join(symbols.get(c) or (ascii(c)[1:-1] if c in odd else c) for c in text)
+
+
+def cell(text: str) -> str:
+    """Text as code in a markdown table: nothing in it can end the cell, the row or the code."""
+    special = r"[&<>|`*_\[\]~$]|\\(?![A-Za-z0-9])"  # a backslash before a letter stands for itself
+    return "<code>" + re.sub(special, lambda found: f"&#{ord(found[0])};", text) + "</code>"
+
+
+def draw_curves(
+    stem: str, panels: dict[str, str], groups: list[Group], window: int, out: Path
+) -> None:
+    """A panel for each metric, a line for each group: the mean of its runs, a band min to max."""
+    rows = [
+        {"metric": metric, "group": group.label, "step": step, "mean": np.mean(values)}
+        | {"min": min(values), "max": max(values), "runs": len(values)}
+        for metric in panels
+        for group in groups
+        for step in sorted({step for run in group.series for step in run.get(metric, {})})
+        if (values := [run[metric][step] for run in group.series if step in run.get(metric, {})])
+    ]
+    found = {row["metric"] for row in rows}
+    panels = {metric: text for metric, text in panels.items() if metric in found}
+    if not panels:
+        return
+    write_csv(out / f"{stem}.csv", rows)
+    shape = math.ceil(len(panels) / 2), min(2, len(panels))
+    size = (4.8 * shape[1], 2.8 * shape[0] + 0.6)
+    fig, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax, (metric, text) in zip(axes.flat, panels.items(), strict=False):
+        for group in groups:
+            mine = [r for r in rows if (r["metric"], r["group"]) == (metric, group.label)]
+            x, mean, low, high = ([r[k] for r in mine] for k in ("step", "mean", "min", "max"))
+            ax.plot(x, mean, marker="o" if len(x) <= 40 else "", markersize=3, **group.line)
+            ax.fill_between(x, low, high, color=group.line["color"], alpha=0.2, linewidth=0)
+        smooth = f" (mean of the last {window} values)" if stem != "evaluation" else ""
+        ax.set(xlabel="step" + (smooth if window > 1 else ""), ylabel=text)
+        positive = [r["mean"] for r in rows if r["metric"] == metric and r["mean"] > 0]
+        if metric == "silenced_fraction" and positive:  # log scale with a place for 0 below it
+            smallest = 10 ** math.floor(math.log10(min(positive)))
+            ax.set_yscale("symlog", linthresh=smallest)
+            ax.set_ylim(bottom=-0.1 * smallest)
+        if metric in ("accuracy", "silenced_fraction"):
+            ax.yaxis.set_major_formatter(percent)
+    handles = [plt.Line2D([], [], label=group.label, **group.line) for group in groups]
+    fig.legend(handles=handles, loc="outside lower center", ncols=min(4, len(groups)))
+    save(fig, out / f"{stem}.png")
+
+
+def quadrant_rows(tokens: dict[str, np.ndarray], all_tokens: int) -> list[dict]:
+    """The taxonomy of Sec. 3.2 over tokens with A > 0; each counts by its weight."""
+    w, rows = tokens["weight"], []
+    for p, h in ((True, True), (True, False), (False, True), (False, False)):
+        here = w * (tokens["low_p"] == p) * (tokens["low_h"] == h)
+        rows.append(
+            {"quadrant": f"{'low' if p else 'high'} p, {'low' if h else 'high'} H"}
+            | {"tokens": here.sum(), "share": here.sum() / w.sum()}
+            | {"share_of_all": here.sum() / all_tokens}
+            | {"mean_gradient_norm": here @ tokens["norm"] / (here.sum() or math.nan)}
+            | {"silenced": here @ tokens["silenced"]}
+        )
+    return rows
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown of a header row and the rows below it."""
+    return "".join(f"| {' | '.join(r)} |\n" for r in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
+
+
+def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> list[dict]:
+    """quadrants.csv for every dump and for all of them; the latter as markdown, printed too."""
+    each = [(dump["step"], dump["tokens"], dump["all_tokens"]) for dump in group.dumps]
+    each.append(("all", tokens, sum(dump["all_tokens"] for dump in group.dumps)))
+    parts = [[{"step": step} | row for row in quadrant_rows(*of)] for step, *of in each]
+    write_csv(out / f"quadrants{group.suffix}.csv", [row for part in parts for row in part])
+    cells = [["tokens with A > 0", "count", "share", "share of all responses' tokens"]]
+    cells[0] += ["mean gradient norm", "silenced"]
+    for row in parts[-1]:
+        bold = "**" if row["quadrant"] == "low p, low H" else ""
+        shares = [f"{bold}{percent(row[key])}{bold}" for key in ("share", "share_of_all")]
+        norm = f"{row['mean_gradient_norm']:.3f}"
+        counts = [f"{row[key]:.0f}" for key in ("tokens", "silenced")]
+        cells.append([row["quadrant"], counts[0], *shares, norm, counts[1]])
+    steps = sorted({dump["step"] for dump in group.dumps})
+    low, high = min(tokens["threshold"]), max(tokens["threshold"])
+    splits = " or ".join(sorted({dump["split"] for dump in group.dumps}))
+    text = f"### {group.label}: {len(group.dumps)} dumps, steps {steps[0]} to {steps[-1]}\n\n"
+    text += f"{table(cells)}\nLow p: below {group.dumps[0]['tau_p']:g}. Low H: below each dump's "
+    text += f"{splits}, {low:.3g} to {high:.3g} nats.\n"
+    mirror = sum((Counter(dump.get("negative")) for dump in group.dumps), Counter())
+    if mirror:
+        low_p, both = (percent(mirror[k] / mirror["tokens"]) for k in ("low_p", "low_p_low_h"))
+        text += f"Of {mirror['tokens']} tokens with A < 0: {low_p} low p, {both} low p and low H.\n"
+    (out / f"quadrants{group.suffix}.md").write_text(text, "utf-8")
+    print(text)
+    return parts[-1]
+
+
+def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out: Path) -> None:
+    """Left the gradient norm over the probability, coloured by entropy; right the quadrants."""
+    parts = np.flatnonzero(~t["low_p"]), np.flatnonzero(t["low_p"])  # the rare ones on top
+    index = np.concatenate([part[:: math.ceil(len(part) / MAX_DRAWN) or 1] for part in parts])
+    t = {key: values[index] for key, values in t.items()}
+    points = [dict(zip(t, row, strict=True)) for row in zip(*t.values(), strict=True)]
+    write_csv(out / f"gradients{group.suffix}.csv", points)
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=[2, 1], layout="constrained")
+    ax, grid = axes
+    p, tau_p, spurious = np.maximum(t["p"], 1e-12), group.dumps[0]["tau_p"], t["low_p"] & t["low_h"]
+    halo = {"color": "#D55E00", "s": 26, "linewidths": 0, "label": "S2T's region: p < τp, H < τh"}
+    ax.scatter(p[spurious], t["norm"][spurious], **halo)
+    dots = ax.scatter(p, t["norm"], c=t["entropy"], s=9, linewidths=0, cmap="viridis")
+    fig.colorbar(dots, ax=ax, label="entropy H (nats)")
+    ax.axvline(max(tau_p, 1e-12), color="#D55E00", linestyle="--", label=f"τp = {tau_p:g}")
+    ax.set(xscale="log", xlabel="token probability p", ylabel="gradient norm |A| √(1 − 2p + Σπ²)")
+    ax.set_title(f"{group.label}: tokens with A > 0")
+    fig.legend(loc="outside lower left", ncols=2)
+    norms = np.array([row["mean_gradient_norm"] for row in rows]).reshape(2, 2).T[::-1]
+    grid.imshow(norms, cmap="Oranges", vmin=0, vmax=1.6 * np.nanmax(norms) or 1, aspect="auto")
+    for i, row in enumerate(rows):  # low p left, low H below
+        text = f"{row['tokens']:.0f} tokens\n{percent(row['share'])}\nmean norm "
+        text += f"{row['mean_gradient_norm']:.3f}"
+        grid.text(i // 2, 1 - i % 2, text, ha="center", va="center")
+    grid.set_xticks([0, 1], ["p < τp", "p ≥ τp"])
+    grid.set_yticks([0, 1], ["H ≥ τh", "H < τh"])
+    grid.set_title("shade: mean gradient norm")
+    grid.grid(visible=False)
+    save(fig, out / f"gradients{group.suffix}.png")
+
+
+def draw_frequent(group: Group, out: Path) -> None:
+    """The most frequent low-probability tokens of right answers, silenced and kept, as bars."""
+    counts = {k: sum((dump["frequent"][k] for dump in group.dumps), Counter()) for k in FATES}
+    ordered = {kind: dict(counter.most_common()) for kind, counter in counts.items()}
+    (out / f"tokens{group.suffix}.json").write_text(json.dumps(ordered, indent=1))
+    font = get_font(findfont("DejaVu Sans")).get_charmap()
+    fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
+    for ax, (kind, (fate, colour)) in zip(axes, FATES.items(), strict=True):
+        top = counts[kind].most_common(20)[::-1]
+        names = [visible(token, font) for token, _ in top]
+        ax.barh(range(len(top)), [count for _, count in top], color=colour)
+        ax.set_yticks(range(len(top)), names, parse_math=False)
+        ax.set(xlabel="tokens in the dumps", title=f"low p, {fate} ({kind} under S2T)")
+        ax.grid(axis="y", visible=False)
+    fig.suptitle(group.label)
+    save(fig, out / f"tokens{group.suffix}.png")
+
+
+def write_cases(group: Group, out: Path) -> None:
+    """Low-probability tokens in their context as a markdown table, the newest dumps first."""
+    dumps = sorted(group.dumps, key=lambda dump: dump["step"], reverse=True)
+    cases = [case for dump in dumps for case in dump["cases"]]
+    rows = [["step", "context", "token", "p", "H (nats)", "A", "top 5 alternatives", "fate"]]
+    for case in cases[:MAX_ROWS]:
+        top = ", ".join(f"{cell(visible(token))} {p:.3g}" for token, p in case["top"])
+        numbers = [f"{case['p']:.2g}", f"{case['entropy']:.3g}", f"{case['advantage']:.2f}"]
+        text = [cell(visible(case["context"]).replace("␣", " ")), cell(visible(case["token"]))]
+        fate = "silenced" if case["silenced"] else "kept"
+        rows.append([str(case["step"]), *text, *numbers, top, fate])
+    title = f"### {group.label}: low-probability tokens of right answers\n\n"
+    (out / f"cases{group.suffix}.md").write_text(title + table(rows), "utf-8")
+    (out / f"cases{group.suffix}.json").write_text(json.dumps(cases, indent=1))
+
+
+def draw(paths: list[Path], out: Path, window: int) -> None:
+    """Everything that the runs hold the numbers for; raises ValueError and OSError."""
+    groups = group_runs(paths, window)
+    out.mkdir(parents=True, exist_ok=True)
+    names = sorted({key for group in groups for run in group.series for key in run})
+    scores = {name: f"{name[5:]} (mean accuracy, %)" for name in names if name.startswith("eval/")}
+    for stem, panels in (("training", TRAINING), ("quantiles", QUANTILES), ("evaluation", scores)):
+        draw_curves(stem, panels, groups, window, out)
+    for group in groups:
+        group.dumps = [dump for dump in group.dumps if len(dump["tokens"]["p"])]
+        if not group.dumps:
+            why = "no dumps with a token of A > 0, so curves alone; stapo.py --dump_every N dumps"
+            print(f"{group.label}: {why}")
+            continue
+        keys = group.dumps[0]["tokens"]
+        tokens = {key: np.concatenate([d["tokens"][key] for d in group.dumps]) for key in keys}
+        draw_gradients(group, tokens, write_quadrants(group, tokens, out), out)
+        draw_frequent(group, out)
+        write_cases(group, out)
+    print(f"figures in {out}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories of stapo.py")
+    parser.add_argument("--output", type=Path, help="default: RUN/figures; of several, figures")
+    parser.add_argument("--smooth", type=int, default=1, help="curves: mean of the last N values")
+    args = parser.parse_args(argv)
+    runs = list(dict.fromkeys(args.runs))
+    plt.rcParams |= {
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "savefig.dpi": 150,
+        "lines.linewidth": 1.2,
+    }
+    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    try:
+        if args.smooth < 1:
+            raise ValueError(f"--smooth {args.smooth}: a mean is of at least 1 value")
+        out = args.output or (runs[0] / "figures" if len(runs) == 1 else Path("figures"))
+        draw(runs, out, args.smooth)
+    except (OSError, ValueError) as error:
+        sys.exit(f"figures.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""figures.py on run directories whose numbers are known: its CSV, JSON and markdown, its PNGs."""
+
+import ast
+import csv
+import html
+import json
+import math
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+plt = pytest.importorskip("matplotlib.pyplot", reason="figures.py needs matplotlib")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import figures  # noqa: E402
+
+AWKWARD = [
+    "|",
+    "a\nb",
+    "\\",
+    "\\|",
+    "`",
+    "$x$",
+    "$\\frac$",
+    "<b>",
+    "&#124;",
+    "**",
+    " ",
+    "不",
+    "\ud800",
+]
+
+
+def metrics(step: int, accuracy: float, **more) -> dict:
+    row = {"step": step, "accuracy": accuracy, "reward": 2 * accuracy - 1, "entropy": 0.5}
+    quantiles = {f"entropy_p{p}": p / 100 for p in (50, 80, 95, 99)}
+    return row | quantiles | {"silenced_fraction": 0.0, "loss": None} | more
+
+
+def write_run(path: Path, rows: list[dict], dumps: list[dict] = (), **flags) -> Path:
+    (path / "dumps").mkdir(parents=True)
+    config = {"method": "stapo", "seed": 0, "tau_p": 0.002, "q": 0.75, "output": str(path)}
+    (path / "config.json").write_text(json.dumps(config | flags))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for dump in dumps:
+        (path / "dumps" / f"step_{dump['step']:06d}.json").write_text(json.dumps(dump))
+    return path
+
+
+def make_dump(step: int, tau_h: list, n: int = 300, **more) -> dict:
+    """Random tokens of random distributions over five words; half of them below tau_p."""
+    rng = random.Random(step)
+    tokens = {key: [] for key in figures.TOKEN_KEYS}
+    for i in range(n):
+        logits = [rng.gauss(0, 2) for _ in range(5)]
+        logits[0] -= 9 if i % 2 else 0
+        total = sum(map(math.exp, logits))
+        pi = [math.exp(a) / total for a in logits]
+        tokens["p"].append(pi[0])
+        tokens["entropy"].append(-sum(p * math.log(p) for p in pi))
+        tokens["collision"].append(sum(p * p for p in pi))
+        tokens["advantage"].append(rng.choice([2.47, 1.62, 0.35]))
+        tokens["silenced"].append(pi[0] < 0.002 and rng.random() < 0.5)
+        tokens["weight"].append(1 if pi[0] < 0.002 else 7)
+        if i == 0:  # the norm without the lemma: the gradient A (onehot - pi), entry by entry
+            gradient = [tokens["advantage"][0] * ((v == 0) - p) for v, p in enumerate(pi)]
+            tokens["first_norm"] = math.hypot(*gradient)
+    case = {"problem": "?", "p": 0.001, "entropy": 0.25, "advantage": 1.62, "silenced": True}
+    case |= {"context": "so |x|\n= `", "top": [[t, 0.2] for t in AWKWARD[:5]]}
+    total = sum(tokens["weight"])
+    return {
+        "step": step,
+        "method": "stapo",
+        "tau_p": 0.002,
+        "tau_h": tau_h,
+        "positive_tokens": total,
+        "all_tokens": 3 * total,
+        "tokens": tokens,
+        "cases": [case | {"token": token} for token in AWKWARD],
+        "frequent": {
+            "spurious": {token: i + step for i, token in enumerate(AWKWARD)},
+            "exploratory": {" Wait": step},
+        },
+    } | more
+
+
+def read_csv(path: Path) -> list[dict]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def brute_force(dumps: list[dict], thresholds: list[float]) -> dict[str, list[float]]:
+    """Quadrant -> [count, sum of norms, silenced], one token at a time."""
+    found = {f"{p} p, {h} H": [0, 0.0, 0] for p in ("low", "high") for h in ("low", "high")}
+    for dump, threshold in zip(dumps, thresholds, strict=True):
+        rows = zip(*(dump["tokens"][key] for key in figures.TOKEN_KEYS), strict=True)
+        for p, entropy, collision, advantage, silenced, weight in rows:
+            name = (
+                f"{'low' if p < 0.002 else 'high'} p, {'low' if entropy < threshold else 'high'} H"
+            )
+            found[name][0] += weight
+            found[name][1] += weight * abs(advantage) * (1 - 2 * p + collision) ** 0.5
+            found[name][2] += weight * silenced
+    return found
+
+
+def check_png(path: Path, colour: str) -> None:
+    """Wide enough, and the colour that a drawn line or bar must have is in it."""
+    image = (plt.imread(path)[..., :3] * 255).round().astype(int)
+    assert image.shape[0] > 300 and image.shape[1] > 600
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    assert (abs(image - wanted).max(axis=-1) <= 2).sum() > 100, f"{path.name}: no {colour}"
+
+
+def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path):
+    values = {0: [0.1, 0.2, 0.6], 1: [0.3, 0.7], 2: [0.8, None]}
+    runs = [
+        write_run(tmp_path / f"s{seed}", [metrics(i + 1, v) for i, v in enumerate(row)], seed=seed)
+        if None not in row
+        else write_run(tmp_path / f"s{seed}", [metrics(1, row[0]), {"step": 2, "accuracy": None}])
+        for seed, row in values.items()
+    ]
+    runs.append(write_run(tmp_path / "other", [metrics(1, 0.5)], tau_p=0.01))
+    runs.append(write_run(tmp_path / "base", [metrics(1, 0.4)], method="justrl"))
+    figures.main([*map(str, runs), "--output", str(tmp_path / "out")])
+    rows = read_csv(tmp_path / "out" / "training.csv")
+    found = {
+        (row["group"], int(row["step"])): [float(row[k]) for k in ("mean", "min", "max", "runs")]
+        for row in rows
+        if row["metric"] == "accuracy"
+    }
+    seeds = "STAPO, tau_p 0.002 (3 runs)"
+    assert found == {
+        (seeds, 1): pytest.approx([0.4, 0.1, 0.8, 3]),
+        (seeds, 2): pytest.approx([0.45, 0.2, 0.7, 2]),
+        (seeds, 3): pytest.approx([0.6, 0.6, 0.6, 1]),
+        ("STAPO, tau_p 0.01", 1): [0.5, 0.5, 0.5, 1],
+        ("JustRL", 1): [0.4, 0.4, 0.4, 1],
+    }
+    for colour in ("#D55E00", "#0072B2"):
+        check_png(tmp_path / "out" / "training.png", colour)
+    check_png(tmp_path / "out" / "quantiles.png", "#0072B2")
+    assert not (tmp_path / "out" / "evaluation.png").exists()
+
+
+def test_smoothing_is_the_mean_of_the_last_values_and_spares_evaluations(tmp_path):
+    rows = [metrics(s, s / 10, silenced_fraction=1e-5 * (s % 2)) for s in range(1, 7)]
+    rows[1]["eval"], rows[5]["eval"] = {"aime24": {"mean": 10.0}}, {"aime24": {"mean": 30.0}}
+    run = write_run(tmp_path / "run", rows)
+    figures.main([str(run), "--smooth", "3"])
+    table = read_csv(run / "figures" / "training.csv")
+    means = [float(row["mean"]) for row in table if row["metric"] == "accuracy"]
+    assert means == pytest.approx([0.1, 0.15, 0.2, 0.3, 0.4, 0.5])
+    scores = read_csv(run / "figures" / "evaluation.csv")
+    assert [(row["step"], float(row["mean"])) for row in scores] == [("2", 10.0), ("6", 30.0)]
+    check_png(run / "figures" / "evaluation.png", "#D55E00")
+
+
+def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
+    dumps = [make_dump(10, [0.7, None, 0.9]), make_dump(20, [0.6, float("inf")])]
+    first_norms = [dump["tokens"].pop("first_norm") for dump in dumps]
+    dumps[1]["negative"] = {"tokens": 1000, "low_p": 20, "low_p_low_h": 5}
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)], dumps)
+    figures.main([str(run)])
+    rows = read_csv(run / "figures" / "quadrants.csv")
+    assert [row["step"] for row in rows] == ["10"] * 4 + ["20"] * 4 + ["all"] * 4
+    parts = [
+        (rows[:4], dumps[:1], [0.8]),
+        (rows[4:8], dumps[1:], [0.6]),
+        (rows[8:], dumps, [0.8, 0.6]),
+    ]
+    for part, of, thresholds in parts:
+        truth = brute_force(of, thresholds)
+        total = sum(dump["positive_tokens"] for dump in of)
+        for row in part:
+            count, norms, silenced = truth[row["quadrant"]]
+            assert count > 0, "an empty quadrant tests nothing"
+            assert float(row["tokens"]) == count
+            assert float(row["share"]) == pytest.approx(count / total)
+            assert float(row["share_of_all"]) == pytest.approx(count / (3 * total))
+            assert float(row["mean_gradient_norm"]) == pytest.approx(norms / count)
+            assert float(row["silenced"]) == silenced
+    count = brute_force(dumps, [0.8, 0.6])["low p, low H"][0]
+    share = count / sum(dump["positive_tokens"] for dump in dumps)
+    printed = capsys.readouterr().out
+    assert f"| low p, low H | {count} | **{100 * share:.3g} %** |" in printed
+    assert printed.count("**") == 4 and "tau_h, 0.6 to 0.8 nats" in printed
+    assert "Of 1000 tokens with A < 0: 2 % low p, 0.5 % low p and low H" in printed
+    points = read_csv(run / "figures" / "gradients.csv")
+    for dump, norm in zip(dumps, first_norms, strict=True):
+        p = dump["tokens"]["p"][0]
+        point = next(row for row in points if float(row["p"]) == p)
+        assert float(point["norm"]) == pytest.approx(norm)
+        assert float(point["step"]) == dump["step"]
+    assert len(points) == 600
+    check_png(run / "figures" / "gradients.png", "#D55E00")
+
+
+@pytest.mark.parametrize(
+    "method, tau_h", [("justrl", [None]), ("high-entropy", [-0.3]), ("random", [0.5])]
+)
+def test_without_tau_h_the_split_is_the_weighted_quantile(tmp_path, capsys, method, tau_h):
+    dump = make_dump(10, tau_h, method=method)
+    tokens = dump["tokens"]
+    every = sorted(
+        h for h, w in zip(tokens["entropy"], tokens["weight"], strict=True) for _ in range(w)
+    )
+    threshold = every[math.ceil(0.8 * len(every)) - 1]
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)], [dump], method=method)
+    figures.main([str(run)])
+    truth = brute_force([dump], [threshold])
+    for row in read_csv(run / "figures" / "quadrants.csv")[4:]:
+        assert float(row["tokens"]) == truth[row["quadrant"]][0]
+    assert "0.8-quantile of H" in capsys.readouterr().out
+
+
+def test_thinning_keeps_every_rare_token(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "MAX_DRAWN", 160)
+    dump = make_dump(10, [0.8], n=900)
+    dump["tokens"]["weight"] = [1] * 900
+    dump["tokens"]["p"] = [0.001] * 150 + [0.5] * 750
+    dump["positive_tokens"] = 900
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)], [dump])
+    figures.main([str(run)])
+    points = read_csv(run / "figures" / "gradients.csv")
+    assert sum(row["low_p"] == "True" for row in points) == 150
+    assert len(points) == 150 + 150  # 750 in strides of 5
+    rows = read_csv(run / "figures" / "quadrants.csv")
+    assert sum(float(row["tokens"]) for row in rows if row["step"] == "all") == 900
+
+
+def test_cases_cannot_break_the_table_and_come_newest_first(tmp_path):
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)], [make_dump(s, [0.8]) for s in (10, 200)])
+    figures.main([str(run)])
+    lines = (run / "figures" / "cases.md").read_text("utf-8").split("\n")
+    rows = [line for line in lines if line.startswith("| ")][2:]
+    assert len(rows) == 2 * len(AWKWARD)
+    shown = [*AWKWARD]
+    shown[1], shown[10], shown[12] = "a↵b", "␣", "\\ud800"
+    for row, step, token in zip(rows, [200] * 13 + [10] * 13, shown * 2, strict=True):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == 8 and cells[0] == str(step)
+        code = re.fullmatch("<code>(.*)</code>", cells[2])[1]
+        assert html.unescape(code) == token
+        assert not re.search(r"[<>|`*_\[\]$~]|\\[^A-Za-z0-9]|\\$", code)  # nothing is markup
+        assert html.unescape(cells[1]) == "<code>so |x|↵= `</code>"
+        assert cells[3:6] == ["0.001", "0.25", "1.62"] and cells[7] == "silenced"
+        assert cells[6].count("<code>") == 5 and cells[6].endswith("</code> 0.2")
+    stored = json.loads((run / "figures" / "cases.json").read_text())
+    assert [case["token"] for case in stored] == AWKWARD * 2
+
+
+def test_frequent_tokens_add_up_over_dumps(tmp_path):
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)], [make_dump(s, [0.8]) for s in (10, 20)])
+    figures.main([str(run)])
+    found = json.loads((run / "figures" / "tokens.json").read_text())
+    assert found["spurious"] == {token: 30 + 2 * i for i, token in enumerate(AWKWARD)}
+    assert next(iter(found["spurious"])) == AWKWARD[-1] and found["exploratory"] == {" Wait": 30}
+    check_png(run / "figures" / "tokens.png", "#D55E00")
+    check_png(run / "figures" / "tokens.png", "#0072B2")
+
+
+def test_a_torn_last_line_is_skipped_aloud_and_missing_dumps_name_the_flag(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)])
+    with open(run / "metrics.jsonl", "a") as log:
+        log.write('{"step": 2, "accu')
+    figures.main([str(run)])
+    output = capsys.readouterr()
+    assert "the last line (2) is torn" in output.err and "--dump_every" in output.out
+    assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1"}
+    assert not (run / "figures" / "quadrants.md").exists()
+
+
+def test_weights_that_miss_tokens_are_told(tmp_path, capsys):
+    dump = make_dump(10, [0.8])
+    for positive_tokens, told in ((dump["positive_tokens"], False), (5000, True)):
+        dump["positive_tokens"] = positive_tokens
+        figures.read_dump(write_run(tmp_path / str(told), [], [dump]) / "dumps/step_000010.json")
+        assert ("weights do not add up" in capsys.readouterr().err) == told
+
+
+def test_errors_are_one_line_that_names_the_file(tmp_path):
+    def error(*argv) -> str:
+        with pytest.raises(SystemExit) as caught:
+            figures.main([*map(str, argv)])
+        text = str(caught.value)
+        assert text.startswith("figures.py: ") and "\n" not in text
+        return text
+
+    good = write_run(tmp_path / "good", [metrics(1, 0.5)])
+    assert "no run directory" in error(tmp_path) and str(tmp_path) in error(tmp_path)
+    assert "nowhere" in error(good, tmp_path / "nowhere")
+    assert "holds no step" in error(write_run(tmp_path / "empty", []))
+    assert "--smooth 0" in error(good, "--smooth", 0)
+    assert str(good / "config.json") in error(good, "--output", good / "config.json")
+    torn = write_run(tmp_path / "torn", [metrics(1, 0.5)])
+    (torn / "metrics.jsonl").write_text('{"step": 1, "acc\n{"step": 2, "accuracy": 0.5}\n')
+    assert "line 1" in error(torn)
+    for change in ({"tokens": {"p": [0.1]}}, {"all_tokens": None}, {"frequent": {}}):
+        broken = write_run(tmp_path / f"d{len(list(tmp_path.iterdir()))}", [metrics(1, 0.5)])
+        (broken / "dumps" / "step_000010.json").write_text(json.dumps(make_dump(10, []) | change))
+        assert "step_000010.json" in error(broken)
+    (broken / "dumps" / "step_000010.json").write_text('{"step": 1')
+    assert "torn" in error(broken)
+
+
+def test_figures_imports_nothing_of_the_project():
+    tree = ast.parse((ROOT / "figures.py").read_text("utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+    outside = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    assert outside == {"matplotlib", "numpy"}
