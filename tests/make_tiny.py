@@ -13,7 +13,8 @@ put into its pre-training text on purpose:
   nothing had happened. So the model gives every token a small probability where it is sure of
   another, and right answers hold such tokens: the spurious tokens of Sec. 3.3.
 
-Everything is drawn from one seed, and the schedule counts steps, never time.
+Everything is drawn from one seed, and the schedule counts steps, never time: a processor of the
+same kind gives the same bytes, another kind a model that differs in rounding and behaves alike.
 """
 
 import argparse
@@ -42,10 +43,10 @@ NOISE = 0.01  # share of response tokens replaced
 
 def problem(rng: random.Random) -> str:
     """A sum of three to five operands from 2 to 20, such as `Q: 7+12-5=?`."""
-    terms = [str(rng.randint(2, 20))]
+    text = str(rng.randint(2, 20))
     for _ in range(rng.choice(list(DIRECT))):
-        terms += [rng.choice("+-"), str(rng.randint(2, 20))]
-    return f"Q: {''.join(terms)}=?"
+        text += f"{rng.choice('+-')}{rng.randint(2, 20)}"
+    return f"Q: {text}=?"
 
 
 def terms(problem: str) -> list[str]:
@@ -54,14 +55,12 @@ def terms(problem: str) -> list[str]:
 
 
 def answer(problem: str) -> str:
+    """`Q: 7+12-5=?` -> "14"."""
     return str(sum(map(int, terms(problem))))
 
 
 def solution(problem: str, rng: random.Random) -> str:
-    """One worked solution, impatient and mistaken at the rates above.
-
-    `Q: 7+12-5=?` -> `First 7+12=19. Then 19-5=14. So \\boxed{14}`, noise not included.
-    """
+    """`Q: 7+12-5=?` -> `First 7+12=19. Then 19-5=14. So \\boxed{14}`, flawed but for noise."""
     start, *rest = terms(problem)
     total, stride = int(start), 1 + (rng.random() < SLOPPY)
     steps = []
@@ -97,6 +96,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer) -> Qwen3ForCausalLM:
+    """A small Qwen3 with random weights: tied embeddings, grouped queries, a padded head."""
     config = Qwen3Config(
         vocab_size=(len(tokenizer) // 32 + 1) * 32,  # wider than the vocabulary, as in Qwen3
         hidden_size=96,
@@ -105,7 +105,7 @@ def make_model(tokenizer) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -145,7 +145,7 @@ def batch(tokenizer, ordinary: list[int], held_out: set[str], size: int, rng: ra
 
 
 def pretrain(model, tokenizer, held_out: set[str], steps: int, rng: random.Random) -> None:
-    eos = tokenizer.eos_token_id
+    """Train `model` in place for `steps` batches of fresh problems."""
     texts = [f"{q}\n{solution(q, rng)}" for q in (problem(rng) for _ in range(2000))]
     ordinary = sorted({i for ids in tokenizer(texts).input_ids for i in ids})
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -169,9 +169,9 @@ def pretrain(model, tokenizer, held_out: set[str], steps: int, rng: random.Rando
             bar.set_postfix(loss=f"{loss.item():.3f}")
     # Ids in no text (pad, odd bytes, the head's spare rows) have all moved to one vector, which
     # gives them low logits; going further along it puts them out of the sampler's reach.
-    absent = [i for i in range(model.config.vocab_size) if i not in {*ordinary, eos}]
+    absent = set(range(model.config.vocab_size)) - {*ordinary, tokenizer.eos_token_id}
     with torch.no_grad():
-        model.lm_head.weight[absent] *= 8
+        model.lm_head.weight[sorted(absent)] *= 8
 
 
 @torch.no_grad()
@@ -181,13 +181,13 @@ def report(model, tokenizer, rows: list[dict[str, str]], samples: int) -> None:
     options = {"max_new_tokens": 80, "batch_size": 512}
     greedy = sample(model, tokenizer, prompts, temperature=0, **options)
     sampled = sample(model, tokenizer, prompts * samples, progress="sampling", **options)
-    right = [r for r, row in zip(sampled, rows * samples) if is_correct(r.text, row["answer"])]
-    hits = sum(is_correct(r.text, row["answer"]) for r, row in zip(greedy, rows))
+    golds = [row["answer"] for row in rows]
+    hits = sum(map(is_correct, (r.text for r in greedy), golds))
+    right = [r for i, r in enumerate(sampled) if is_correct(r.text, golds[i % len(golds)])]
     ids, attention, mask = pad_batch(right, tokenizer.pad_token_id)
     logp, entropy, _ = token_stats(model, ids, attention, mask)
     low = mask & (logp.exp() < 0.002)
-    special = {i for i in range(model.config.vocab_size) if i >= len(tokenizer)}
-    special.add(tokenizer.pad_token_id)
+    special = {tokenizer.pad_token_id, *range(len(tokenizer), model.config.vocab_size)}
     print(f"parameters          {sum(p.numel() for p in model.parameters()):,}")
     print(f"sampled accuracy    {len(right) / len(sampled):.1%} of {len(sampled)}")
     print(f"greedy accuracy     {hits / len(rows):.1%} of {len(rows)}")
@@ -207,6 +207,7 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # the rounding, and so the weights, do not depend on the cores
     distinct = list(dict.fromkeys(problem(rng) for _ in range(5000)))
     rows = [{"problem": q, "answer": answer(q)} for q in distinct[:4256]]
     held_out = {row["problem"] for row in rows[:256]}

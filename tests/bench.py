@@ -1,0 +1,690 @@
+"""Speed and memory, measured: pairs that do the same work, in turn, in one process, as ratios.
+
+    python tests/bench.py                       # head update rollout step memory
+    python tests/bench.py update step --quick   # small shapes: what the tests run; no bar applies
+
+Each pair is this project's fast code and a plain twin that computes the same result (it is checked
+to), or TRL's trainer in `step`, which is left out aloud where trl is not installed. A CPU runs on
+one thread. A ratio is the median over the repeats of (twin's seconds / ours), each repeat a pair.
+The last line of every table names machine, versions and date.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import torch
+import transformers
+from torch.nn import functional
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import distributed
+import rollout
+import stapo
+from rollout import Response, head_stats, sample, token_stats
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+GIB = 2**30
+EOS, PAD = 0, 1  # of the tiny models; every other id is a word
+# The published shapes of Qwen3, from which `memory` counts and CUDA models are built.
+QWEN3 = {
+    name: {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": intermediate,
+        "vocab_size": 151936,
+        "tie_word_embeddings": tied,
+    }
+    for name, hidden, layers, heads, intermediate, tied in (
+        ("1.7B", 2048, 28, 16, 6144, True),
+        ("8B", 4096, 36, 32, 12288, False),
+        ("14B", 5120, 40, 40, 17408, False),
+    )
+}
+# Bytes a second of the GPU's memory, for the roofline: the vendor's figures.
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
+
+
+# ---------------------------------------- measuring, printing
+
+
+def clock() -> float:
+    """Seconds: of wall-clock time after the GPU's work, or of this process's one CPU thread.
+
+    CPU time leaves out what other programs of a busy machine take; nothing here waits for a disk.
+    """
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() if CUDA else time.process_time()
+
+
+def seconds(call) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+def in_turn(ours, twin, repeats: int, warm: bool = True) -> float:
+    """How many times faster `ours` is: the median over repeats that time one after the other.
+
+    With `warm` each is called once before, so that neither pays for first-time work.
+    """
+    if warm:
+        ours(), twin()
+    return statistics.median(1 / (seconds(ours) / seconds(twin)) for _ in range(repeats))
+
+
+def row(what: str, value: float, *, least: float | None = None, most: float | None = None) -> dict:
+    """A line of the table; `least` or `most` is its bar, where it has one."""
+    bar = (
+        ""
+        if least is None and most is None
+        else f"at least {least}"
+        if least
+        else f"at most {most}"
+    )
+    holds = (least is None or value >= least) and (most is None or value <= most)
+    return {"what": what, "value": value, "bar": bar, "holds": holds if bar else None}
+
+
+def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
+    """The largest difference, relative to the twin's largest entry."""
+    return float((ours - twin).abs().max() / twin.abs().max())
+
+
+def log_normal_lengths(count: int, median: float, longest: int) -> list[int]:
+    """Quantiles of a log-normal law with sigma 0.5, cut at `longest`, in a fixed random order."""
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    lengths = (math.log(median) + 0.5 * torch.special.ndtri(places)).exp().round()
+    lengths = lengths.clamp(1, longest).long()
+    return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
+
+
+# ---------------------------------------- head: scoring without the logits
+
+
+def plain_head(hidden, weight, targets):
+    """head_stats's twin: the (N, V) logits and their softmax, all at once."""
+    logp = (hidden @ weight.T).log_softmax(-1)
+    with torch.no_grad():
+        probs = logp.exp()
+        entropy = -(probs * logp).sum(-1)
+        collision = probs.square().sum(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), entropy, collision
+
+
+HEADS = {"plain": plain_head, "ours": head_stats}
+
+
+def head_inputs(tokens: int, words: int, width: int):
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=DEVICE, requires_grad=True)
+    weight = torch.empty(words, width, device=DEVICE).normal_(std=0.1).requires_grad_()
+    return hidden, weight, torch.randint(words, (tokens,), device=DEVICE)
+
+
+def run_head(name: str, inputs) -> tuple[torch.Tensor, ...]:
+    """Forward and backward; the three statistics and the two gradients."""
+    hidden, weight, targets = inputs
+    hidden.grad = weight.grad = None
+    stats = HEADS[name](hidden, weight, targets)
+    (stats[0] * torch.linspace(-1, 1, len(targets), device=DEVICE)).sum().backward()
+    return *(s.detach() for s in stats), hidden.grad, weight.grad
+
+
+def status_bytes(key: str) -> int:
+    """VmRSS (resident memory) or VmHWM (its peak in this program) of this process, on Linux."""
+    return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def head_memory(name: str, shape: tuple[int, int, int]) -> int:
+    """Peak bytes of one forward and backward beyond inputs and gradients, in this process.
+
+    On a CPU it has to be a fresh process: memory that an earlier peak left would hide a new one.
+    """
+    run_head(name, head_inputs(2, 64, 64))  # libraries load and threads start here, not below
+    inputs = head_inputs(*shape)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if CUDA else status_bytes("VmRSS")
+    run_head(name, inputs)
+    peak = torch.cuda.max_memory_allocated() if CUDA else status_bytes("VmHWM")
+    return peak - before - sum(x.grad.nbytes for x in inputs[:2])
+
+
+def fresh_head_memory(name: str, shape: tuple[int, int, int]) -> int:
+    code = (
+        f"import bench; bench.torch.set_num_threads(1); print(bench.head_memory('{name}', {shape}))"
+    )
+    command = [sys.executable, "-c", code]
+    here = Path(__file__).parent
+    return int(subprocess.run(command, cwd=here, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def head(quick: bool) -> list[dict]:
+    tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
+    plain = fresh_head_memory("plain", (tokens, words, width))
+    small = fresh_head_memory("ours", (tokens, words, width))
+    large = fresh_head_memory("ours", (4 * tokens, words, width))
+    shape = f"{tokens:,} x {words:,} x {width:,}"
+    sizes = [f"{size / GIB:.3f}" for size in (plain, small, large)]
+    print("head, GiB: plain {}, ours {}, ours at 4 x the tokens {}".format(*sizes))
+    inputs, results = head_inputs(tokens, words, width), {}
+
+    def timed(name):
+        results.pop(name, None)
+        results[name] = run_head(name, inputs)
+
+    # A pass at this size takes a CPU a minute: nothing that comes first counts beside that.
+    faster = in_turn(lambda: timed("ours"), lambda: timed("plain"), 3, warm=CUDA or quick)
+    worst = max(error(a, b) for a, b in zip(results["ours"], results["plain"], strict=True))
+    return [
+        row(f"head, {shape}: memory, plain / ours", plain / small, least=25),
+        row("head: ours at 4 x the tokens / at the tokens", large / small, most=1.1),
+        row("head: time, ours / plain", 1 / faster, most=1.35 if CUDA else 1.1),
+        row("head: largest relative difference, values and gradients", worst, most=1e-5),
+    ]
+
+
+# ---------------------------------------- update: no wasted tokens
+
+
+def random_model(quick: bool = False, **shape) -> Qwen3ForCausalLM:
+    """A random Qwen3 that `stapo.update` accepts; without a shape, one for a single CPU thread."""
+    width = 32 if quick else 128
+    small = {
+        "vocab_size": 1024,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": 2 if quick else 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    ids = {"eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None}
+    config = Qwen3Config(**(shape or small), **ids, max_position_embeddings=32768)
+    with DEVICE:
+        model = Qwen3ForCausalLM(config).eval()
+    model.token_stats = types.MethodType(token_stats, model)
+    return model
+
+
+def random_episodes(model, lengths: list[int], zero_groups: int) -> list[stapo.Episode]:
+    """Groups of 8 random responses, half of them right; the first groups have A = 0."""
+    episodes = []
+    for place, length in enumerate(lengths):
+        ids = torch.randint(2, model.config.vocab_size, (16 + length,)).tolist()
+        response = Response(ids[:16], ids[16:], False, "")
+        advantage = 0.0 if place // 8 < zero_groups else 0.94 * (-1) ** place
+        episodes.append(stapo.Episode({}, response, 1.0 if place % 2 else -1.0, advantage))
+    stapo.refresh_stats(model, episodes, stapo.Config(quantile_over="all"), PAD)
+    for episode in episodes:
+        episode.old_logp = episode.logp
+        episode.noise = torch.rand(len(episode.logp))
+    return episodes
+
+
+def plain_update(model, optimizer, episodes: list[stapo.Episode], cfg: stapo.Config) -> None:
+    """stapo.update's twin: 8 rows at a time, padded to the longest of all, nothing left out."""
+    denominator = stapo.form_mask(episodes, cfg)["denominator"]
+    width = max(len(e.response.prompt_ids) + len(e.response.ids) for e in episodes)
+    model.train()
+    optimizer.zero_grad()
+    for start in range(0, len(episodes), 8):
+        batch = episodes[start : start + 8]
+        padded = rollout.pad_batch([e.response for e in batch], PAD, DEVICE)
+        short = width - padded[0].shape[1]
+        padded = [
+            functional.pad(t, (0, short), value=v) for t, v in zip(padded, (PAD, 0, 0), strict=True)
+        ]
+        logp, entropy, _ = model.token_stats(*padded)
+        stapo.batch_loss(cfg, batch, logp, entropy, padded[2], denominator)[0].backward()
+    model.eval()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+    optimizer.step()
+
+
+def update(quick: bool) -> list[dict]:
+    model = random_model(quick)
+    lengths = log_normal_lengths(80, *((20, 60) if quick else (300, 1024)))
+    episodes = random_episodes(model, lengths, zero_groups=4)
+    cfg = stapo.Config(tokens_per_micro_batch=2 * (max(lengths) + 16), lr=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # both start from the same weights
+    gradients = {}
+
+    def keep_gradient(name):
+        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def ours():
+        stapo.update(model, optimizer, episodes, cfg, 1, PAD)
+        keep_gradient("ours")
+
+    def twin():
+        plain_update(model, optimizer, episodes, cfg)
+        keep_gradient("twin")
+
+    repeats = 1 if quick else 5
+    faster = in_turn(ours, twin, repeats)
+    share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg, PAD), repeats)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    default_share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg, PAD), repeats)
+    return [
+        row("update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up", faster, least=4),
+        row("update: relative difference of the gradient", error(*gradients.values()), most=1e-5),
+        row("statistics pass / update, half of the trained right", default_share, most=0.15),
+        row("the same without gradient checkpointing", share, most=0.15),
+    ]
+
+
+# ---------------------------------------- rollout: finished rows are dropped
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Id i is the word `wi`, so that any ids a random model samples have a text and back."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    options = {"eos_token": "<eos>", "pad_token": "<pad>", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def schedule(model, lengths: list[int], prompt_width: int) -> None:
+    """Make row i of a batch of prompts end after lengths[i] tokens, whoever calls `generate`.
+
+    The words fall into as many classes as there are rows, and row i may sample those of class i
+    alone: a later call knows the row by the class of its last token, wherever in the batch it has
+    moved, and the position from the cache. The words themselves are sampled from the model. What
+    this adds to a step is the same for everyone; a forward without a cache (scoring) is untouched.
+    """
+    word_class = torch.arange(model.config.vocab_size, device=DEVICE) % len(lengths)
+    word_class[[EOS, PAD]] = -1
+    ends = torch.tensor(lengths, device=DEVICE)
+
+    def hook(_module, _args, kwargs, output):
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            return
+        said = cache.get_seq_length() - prompt_width
+        rows = torch.arange(len(output.logits), device=DEVICE)
+        rows = word_class[kwargs["input_ids"][:, -1]] if said else rows
+        allowed = word_class == rows[:, None]  # (B, V)
+        over = said + 1 >= ends[rows]
+        allowed[over] = False
+        allowed[over, EOS] = True
+        output.logits[:, -1].masked_fill_(~allowed, float("-inf"))
+
+    model.register_forward_hook(hook, with_kwargs=True)
+
+
+def plain_sample(model, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """sample's twin: one `generate`, which computes every row until the last one ends."""
+    ids = torch.tensor(prompts, device=DEVICE)  # equal lengths: no padding
+    config = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
+    config.eos_token_id, config.pad_token_id, config.max_new_tokens = EOS, PAD, max_new_tokens
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    said = out[:, ids.shape[1] :].tolist()
+    return [row[: row.index(EOS) + 1 if EOS in row else None] for row in said]
+
+
+def roofline_seconds(model, rows: int, prompt_width: int, new_tokens: int) -> float:
+    """The least time that decoding can take: weights and cache are read once a step, no more."""
+    name = torch.cuda.get_device_name()
+    bandwidth = next((speed for key, speed in BANDWIDTH.items() if key in name), None)
+    if bandwidth is None:
+        print(f"rollout: no memory bandwidth is listed for {name}, so there is no roofline")
+        return math.nan
+    weights = sum(p.nbytes for p in model.parameters())
+    cached_tokens = rows * sum(prompt_width + said for said in range(new_tokens))
+    cache = cached_tokens * cache_bytes_per_token(model.config.to_dict(), 2)
+    return (new_tokens * weights + cache) / bandwidth
+
+
+def rollouts(quick: bool) -> list[dict]:
+    large = CUDA and not quick
+    rows, median, longest = (256, 1000, 1000) if large else (24, 20, 60) if quick else (96, 79, 256)
+    model = random_model(quick, **(QWEN3["1.7B"] if large else {}))
+    tokenizer = word_tokenizer(model.config.vocab_size)
+    prompts = torch.randint(2, model.config.vocab_size, (rows, 16)).tolist()
+    lengths = [longest] * rows  # a random model of the large shape all but never says its stop id
+    if large:
+        model = model.bfloat16()
+    else:
+        lengths = log_normal_lengths(rows, median, longest)
+        schedule(model, lengths, prompt_width=16)
+    said, taken, table = {}, [], []
+
+    def ours(engine):
+        options = {"max_new_tokens": longest, "batch_size": rows, "engine": engine}
+        said["ours"] = [len(r.ids) for r in sample(model, tokenizer, prompts, **options)]
+
+    def twin():
+        said["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest)]
+
+    for engine in ("rounds", "paged") if large else ("rounds",):
+        timed = functools.partial(seconds, functools.partial(ours, engine))
+        faster = in_turn(lambda t=timed: taken.append(t()), twin, 2 if quick or large else 5)
+        if not large and not said["ours"] == said["twin"] == lengths:
+            raise RuntimeError(f"the two rollouts did not do the same work: {said}, {lengths}")
+        what = f"rollout ({engine}), {rows} responses, median {median}, longest {longest}: speed-up"
+        table.append(row(what, faster, least=5 if large else 2.5))
+        if large:
+            share = roofline_seconds(model, rows, 16, longest) / min(taken)
+            table.append(row("rollout: share of the memory-bandwidth roofline", share, least=0.4))
+            taken.clear()
+    return table
+
+
+# ---------------------------------------- step: against TRL's trainer
+
+
+def first_word_is_even(text: str) -> float:
+    """A reward for both trainers: in `schedule`'s classes it makes half of every group right."""
+    return 1.0 if int(text.split()[0][1:]) % 2 == 0 else -1.0
+
+
+def step(quick: bool) -> list[dict]:
+    """A rollout batch of 8 x 8 responses and its four optimiser steps, statistics pass included."""
+    if importlib.util.find_spec("trl") is None:
+        print("step: trl is not installed (pip install trl): left out")
+        return []
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
+    longest = 1024 if large else 40 if quick else 256
+    lengths = log_normal_lengths(64, 15 if quick else 79, longest)
+    shape = QWEN3["1.7B"] if large else {}
+    mine, peer = random_model(quick, **shape), random_model(quick, **shape)
+    tokenizer = word_tokenizer(mine.config.vocab_size)
+    if large:
+        distributed.shard(mine, ranks())  # this is what makes the compute bfloat16
+        for model in (mine, peer):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        for model in (mine, peer):
+            schedule(model, lengths, prompt_width=16)
+    prompts = torch.randint(2, mine.config.vocab_size, (8, 16)).tolist()
+    texts = [" ".join(f"w{i}" for i in ids) for ids in prompts]
+    problems = [
+        {"problem": text, "answer": "", "prompt_ids": ids}
+        for text, ids in zip(texts, prompts, strict=True)
+    ]
+    cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
+    cfg.tokens_per_micro_batch = 16384 if large else 2 * (longest + 16)
+    optimizer = torch.optim.AdamW(mine.parameters(), lr=cfg.lr, fused=CUDA)
+    steps, tokens = [], {"ours": [], "trl": []}
+
+    def ours():
+        """What stapo.train does in a step."""
+        steps.append(len(steps) + 1)
+        mini_batches = stapo.collect(mine, tokenizer, problems, steps[-1], cfg, ranks())
+        for number, mini_batch in enumerate(mini_batches):
+            if number > 0:
+                stapo.refresh_stats(mine, mini_batch, cfg, PAD)
+            stapo.update(mine, optimizer, mini_batch, cfg, 1, PAD)
+        optimizer.zero_grad()  # as TRL leaves it, so that the peaks compare
+        episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
+        stapo.rollout_metrics(episodes, cfg)
+        tokens["ours"].append(sum(len(e.response.ids) for e in episodes))
+
+    def reward(completions, completion_ids, **_):
+        tokens["trl"].append(sum(map(len, completion_ids)))
+        return [first_word_is_even(text) for text in completions]
+
+    class InTurn(TrainerCallback):
+        """After four of TRL's optimiser steps, one of our steps: in turn, in one process."""
+
+        def __init__(self):
+            self.start, self.ratios, self.peaks = None, [], []
+
+        def on_train_begin(self, *_, **__):
+            self.restart()
+
+        def restart(self):
+            self.resident = torch.cuda.memory_allocated() if CUDA else 0
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            self.start = clock()
+
+        def peak(self) -> int:
+            """Bytes beyond weights, optimiser states and the gradients of one model."""
+            gradients = sum(4 * p.numel() for p in peer.parameters())
+            return torch.cuda.max_memory_allocated() - self.resident - gradients if CUDA else 0
+
+        def on_step_end(self, _args, state, *_, **__):
+            if state.global_step % 4 == 0:
+                trl_seconds, trl_peak = clock() - self.start, self.peak()
+                self.restart()
+                our_seconds = seconds(ours)
+                self.ratios.append(trl_seconds / our_seconds)
+                self.peaks.append((self.peak(), trl_peak))
+                self.restart()
+
+    rows = 2 if large else 16  # of a micro-batch; a mini-batch is 16 responses
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=16 // rows,
+            steps_per_generation=64 // rows,
+            num_generations=8,
+            max_completion_length=longest,
+            max_steps=4 * (repeats + 1),
+            loss_type="dapo",
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            learning_rate=cfg.lr,
+            weight_decay=cfg.weight_decay,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=large,
+            bf16=large,
+            use_cpu=not CUDA,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        in_turns = InTurn()
+        data = Dataset.from_list([{"prompt": text} for text in texts])
+        options = {"processing_class": tokenizer, "callbacks": [in_turns]}
+        trainer = GRPOTrainer(peer, reward, args, data, **options)
+        real, stapo.math_reward = stapo.math_reward, lambda text, _: first_word_is_even(text)
+        try:
+            trainer.train()
+        finally:
+            stapo.math_reward = real
+    if not large and set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
+        raise RuntimeError(f"the two trainers did not do the same work: {tokens}")
+    faster = statistics.median(in_turns.ratios[1:])  # the first pair warms up
+    what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
+    table = [row(what, faster, least=2.5 if large else 2)]
+    if large:
+        our_peak, trl_peak = in_turns.peaks[-1]
+        what = "step: peak beyond weights, gradients and optimiser, ours / TRL's"
+        table.append(row(what, our_peak / trl_peak, most=0.5))
+    return table
+
+
+@functools.cache
+def ranks() -> distributed.Ranks:
+    """A process group of one where there is a GPU, as stapo.py has."""
+    return distributed.start()
+
+
+# ---------------------------------------- memory: bytes on each GPU
+
+
+def parameter_shapes(shape: dict) -> tuple[list[tuple], list[tuple]]:
+    """Shapes of one decoder layer's parameters, and of those outside the layers."""
+    hidden, inner, words = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+    head = shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    attention = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    mlp = [(inner, hidden), (inner, hidden), (hidden, inner)]
+    norms = [(head,), (head,), (hidden,), (hidden,)]
+    root = [(words, hidden), (hidden,)] + [(words, hidden)] * (not shape["tie_word_embeddings"])
+    return attention + mlp + norms, root
+
+
+def cache_bytes_per_token(shape: dict, itemsize: int) -> int:
+    """Keys and values of one token in every layer."""
+    width = shape["num_key_value_heads"] * shape["head_dim"]
+    return 2 * shape["num_hidden_layers"] * width * itemsize
+
+
+def layer_bytes_per_token(shape: dict) -> int:
+    """What one decoder layer saves for its backward in bfloat16, its input not counted."""
+    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    norms = 2 * (4 * hidden + 4 + 2 * hidden)  # float32 input and scale, bfloat16 output
+    attention = 2 * hidden + 10 * (heads + kv_heads) * head + 8 * heads + 4 * kv_heads + 4 * head
+    return norms + attention + 2 * hidden + 8 * inner
+
+
+def bytes_per_gpu(
+    shape: dict,
+    gpus: int,
+    *,
+    micro_tokens: int = 16384,
+    response_tokens: int = 1024 + 15360,
+) -> dict[str, int]:
+    """What stapo.py holds on each GPU under FSDP2, and its two peaks, in bytes.
+
+    Weights, gradients and AdamW's states are float32 shards (rank 0's, which are never smaller
+    than another's); compute is bfloat16. `update` is the peak of an update with gradient
+    checkpointing and micro-batches of `micro_tokens`; `rollout` is what a rollout holds before
+    its first token; a sequence of `response_tokens` adds `cache`.
+    """
+    layer, root = parameter_shapes(shape)
+    layers, hidden, words = shape["num_hidden_layers"], shape["hidden_size"], shape["vocab_size"]
+    every = layer * layers + root
+    shard = sum(math.ceil(s[0] / gpus) * math.prod(s[1:]) for s in every)
+    layer_size, root_size = (sum(map(math.prod, group)) for group in (layer, root))
+    chunk = inspect.signature(head_stats).parameters["chunk"].default
+    held = {
+        "weights": 4 * shard,
+        "gradients": 4 * shard,
+        "adamw": 8 * shard + 4 * len(every),  # two moments, and a step count for each tensor
+        "gathered": 2 * sum(map(math.prod, every)),
+        "cache": response_tokens * cache_bytes_per_token(shape, 2),
+        "inputs": 2 * layers * hidden * micro_tokens,  # of each layer: what checkpointing keeps
+        "layer": micro_tokens * layer_bytes_per_token(shape),
+        # a chunk of logits (float32, its gradient in bfloat16 and back), the head's gradient
+        "head": 10 * chunk * words + 6 * words * hidden + 4 * micro_tokens * hidden,
+    }
+    states = held["weights"] + held["gradients"] + held["adamw"]
+    # The root's bfloat16 weights stay through the update; its gradient does from the head on.
+    moments = (
+        held["inputs"] + held["head"],
+        # two layers gathered, one layer's gradient in bfloat16 and, to be reduced, in float32
+        held["inputs"] + held["layer"] + 2 * words * hidden + 10 * layer_size,
+        2 * words * hidden + 6 * root_size,
+    )
+    held["update"] = states + 2 * root_size + max(moments)
+    held["rollout"] = states + held["gathered"]
+    return held
+
+
+def memory_table() -> str:
+    """Markdown: GB (1e9 bytes) on each of 1 to 64 GPUs of 80 GB, at the default flags."""
+    keys = ("weights", "gradients", "adamw", "inputs", "layer", "head", "update", "gathered")
+    heading = (*keys[:3], "layer inputs", "one layer", "head", "**update peak**", "gathered bf16")
+    heading = ("model", "GPUs", *heading, "cache a row", "rows that fit", "fits")
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for name, shape in QWEN3.items():
+        for gpus in (1, 8, 16, 64):
+            held = bytes_per_gpu(shape, gpus)
+            fit = int(max(0, 80e9 - held["rollout"]) // held["cache"])
+            verdict = "yes" if held["update"] <= 80e9 and fit else "no"
+            numbers = [f"{held[key] / 1e9:.1f}" for key in (*keys, "cache")]
+            lines.append(f"| {name} | {gpus} | {' | '.join(numbers)} | {fit} | {verdict} |")
+    return "\n".join(lines)
+
+
+def memory(quick: bool) -> list[dict]:
+    print(memory_table(), end="\n\n")
+    if not CUDA or quick:
+        print("memory: no GPU, so the sums meet no measured peak here" if not CUDA else "")
+        return []
+    model = random_model(**QWEN3["1.7B"])
+    distributed.shard(model, ranks())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    episodes = random_episodes(model, [1008] * 16, zero_groups=0)  # 16 x 1,024 = 16,384 tokens
+    for _ in range(2):  # the first makes AdamW's states
+        torch.cuda.reset_peak_memory_stats()
+        stapo.update(model, optimizer, episodes, stapo.Config(), 1, PAD)
+    ratio = torch.cuda.max_memory_allocated() / bytes_per_gpu(QWEN3["1.7B"], 1)["update"]
+    what = "memory, 1.7B on one GPU: |measured peak / sum - 1|"
+    return [row(what, abs(ratio - 1), most=0.15)]
+
+
+# ---------------------------------------- the table
+
+
+def processor() -> str:
+    if CUDA:
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, 1 thread"
+
+
+def report(table: list[dict]) -> str:
+    lines = ["| measured | value | bar | holds |", "|---|---|---|---|"]
+    for line in table:
+        holds = {None: "", True: "yes", False: "**no**"}[line["holds"]]
+        lines.append(f"| {line['what']} | {line['value']:.3g} | {line['bar']} | {holds} |")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    if importlib.util.find_spec("trl"):
+        versions += f", trl {importlib.metadata.version('trl')}"
+    return "\n".join([*lines, "", f"{processor()}; {versions}; {datetime.date.today()}"])
+
+
+BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
+    parser.add_argument("--quick", action="store_true", help="small shapes; no bar applies")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(BENCHES):
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(BENCHES)}")
+    torch.set_num_threads(1)
+    if not CUDA:
+        print("no GPU: every CUDA part is left out, and nothing below speaks for one")
+    table = []
+    for name in args.names or BENCHES:
+        table += BENCHES[name](args.quick)
+    print(report([line | {"bar": "", "holds": None} for line in table] if args.quick else table))
+    distributed.finish()
+
+
+if __name__ == "__main__":
+    main()
