@@ -31,7 +31,9 @@ def load_tokenizer(name: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise InputError(f"--model {name}: no tokenizer there ({first_line(error)})") from error
+        raise InputError(
+            f"{name}: no tokenizer there, give a Hub id or a folder ({first_line(error)})"
+        ) from error
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do; the end of sequence is always there.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -43,7 +45,9 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise InputError(f"--model {name}: no model there ({first_line(error)})") from error
+        raise InputError(
+            f"{name}: no model there, give a Hub id or a folder ({first_line(error)})"
+        ) from error
     check_head(model)
     return model.to(device).eval()
 

@@ -797,7 +797,7 @@ def main(argv: list[str] | None = None) -> None:
     ranks = distributed.start()
     try:
         train(cfg, ranks)
-    except InputError as error:
+    except (InputError, OSError) as error:  # wrong flags, a full disk
         sys.exit(f"stapo.py: {error}")
     finally:
         distributed.finish()

@@ -272,6 +272,23 @@ def test_ten_steps_end_to_end(tmp_path, monkeypatch, capfd):
     assert "step 1, " in "".join(capfd.readouterr())  # a sample for the reader
 
 
+def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, monkeypatch):
+    """The second checkpoint fails half-way: one clear line, and the run resumes from the first."""
+    save = distributed.dcp.save
+
+    def failing(*args, **kwargs):
+        if "step_000002" in str(kwargs["checkpoint_id"]):
+            raise OSError(28, "No space left on device")
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(distributed.dcp, "save", failing)
+    with pytest.raises(SystemExit, match="step_000002 cannot be written.*No space left"):
+        run(tmp_path / "run", "--save_every 1 --keep_last 1")
+    assert [p.name for p in distributed.checkpoints(tmp_path / "run")] == ["step_000001"]
+    monkeypatch.undo()
+    assert len(run(tmp_path / "run", "--resume True")) == 2
+
+
 @pytest.mark.parametrize("method", ["grpo", "20-entropy", "random", "justrl"])
 def test_methods_end_to_end(tmp_path, method):
     lines = run(tmp_path / "run", f"--method {method}")
@@ -309,7 +326,7 @@ def test_memory_stays_flat_over_200_steps(tmp_path):
     [
         ("--method ppo", "--method"),
         ("--no_such_flag 1", "--no_such_flag"),
-        ("--model no/such/model", "--model no/such/model"),
+        ("--model no/such/model", "no/such/model: no tokenizer"),
         ("--data nowhere.jsonl", "nowhere.jsonl"),
         ("--data {folder}/empty.jsonl", "empty.jsonl"),
         ("--data {folder}/unanswered.jsonl", "row 2"),
