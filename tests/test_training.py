@@ -359,3 +359,13 @@ def test_arguments_file(tmp_path):
     parser = stapo.Parser(Config, fromfile_prefix_chars="@")
     cfg = Config(**vars(parser.parse_args([f"@{tmp_path}/args", "--lr", "2"])))
     assert (cfg.lr, cfg.q, cfg.instruction, cfg.tau_p) == (2.0, 0.5, "two words", 0.002)
+
+
+def test_epochs_visit_every_problem_once():
+    """Batches of 3 from 7 problems: each run of 7 is a shuffle, and another one each epoch."""
+    stream = [i for step in range(1, 15) for i in stapo.batch_indices(step, 7, 3, seed=5)]
+    epochs = [stream[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 3
+    assert stream[:3] == stapo.batch_indices(1, 7, 3, 5) != stapo.batch_indices(1, 7, 3, 6)
+    assert sorted(stapo.batch_indices(1, 2, 4, 5)) == [0, 0, 1, 1]  # fewer problems than prompts
