@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import InputError, check_head, load_model, token_stats
+from rollout import InputError, Model, Tokenizer, check_head, load_model, token_stats
 
 # a single process saves and loads checkpoints too, which is no reason to warn
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -109,7 +111,7 @@ def all_cat(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-def broadcast(value):
+def broadcast(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     values = [value]
     if dist.is_initialized():
@@ -117,7 +119,7 @@ def broadcast(value):
     return values[0]
 
 
-def gather(value) -> list:
+def gather(value: Any) -> list:
     """Every rank's value, in rank order, on every rank."""
     values = [value]
     if dist.is_initialized():
@@ -134,7 +136,7 @@ def barrier() -> None:
 # --------------------------------------------------------------------------------------- sharding
 
 
-def load_policy(name: str, ranks: Ranks):
+def load_policy(name: str, ranks: Ranks) -> Model:
     """A model with float32 weights, sharded where there is a process group, and `.token_stats`."""
     if not dist.is_initialized():
         model = load_model(name)
@@ -161,7 +163,7 @@ def load_policy(name: str, ranks: Ranks):
     return model.eval()
 
 
-def shard(model, ranks: Ranks) -> None:
+def shard(model: Model, ranks: Ranks) -> None:
     """FSDP2: each decoder layer is a group; embedding, norm and head are the root's."""
     cuda = ranks.device.type == "cuda"
     options = {"mesh": init_device_mesh(ranks.device.type, (ranks.world,))}
@@ -175,7 +177,7 @@ def shard(model, ranks: Ranks) -> None:
     register_fsdp_forward_method(model, "token_stats")
 
 
-def reshard(model) -> None:
+def reshard(model: Model) -> None:
     """Drop what a forward without backward leaves gathered: parameters are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -183,7 +185,7 @@ def reshard(model) -> None:
 
 
 @contextlib.contextmanager
-def gathered(model) -> Iterator[None]:
+def gathered(model: Model) -> Iterator[None]:
     """All weights on every rank, gathered once (bfloat16 on CUDA): decoding gathers nothing."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:
@@ -232,7 +234,15 @@ def step_of(checkpoint: Path | None) -> int:
     return int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
 
 
-def save(run: Path, step: int, model, optimizer, tokenizer, keep_last: int, ranks: Ranks) -> None:
+def save(
+    run: Path,
+    step: int,
+    model: Model,
+    optimizer: Optimizer | None,
+    tokenizer: Tokenizer,
+    keep_last: int,
+    ranks: Ranks,
+) -> None:
     """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
 
     It is written under another name and renamed when whole, so that a crash leaves no half of
@@ -268,7 +278,7 @@ def save(run: Path, step: int, model, optimizer, tokenizer, keep_last: int, rank
     barrier()
 
 
-def load_optimizer(folder: Path, model, optimizer) -> None:
+def load_optimizer(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     """Read the optimiser's moments, on any number of ranks."""
     moments = get_optimizer_state_dict(model, optimizer)
     dcp.load(moments, checkpoint_id=folder / "trainer", no_dist=not dist.is_initialized())

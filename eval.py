@@ -31,7 +31,7 @@ from transformers import HfArgumentParser
 
 import rollout
 from reward import extract_answer, is_correct
-from rollout import InputError, encode_prompt, load_problems
+from rollout import InputError, Model, Tokenizer, encode_prompt, load_problems
 
 
 class Benchmark(NamedTuple):
@@ -227,7 +227,9 @@ class Journal:
 # ----------------------------------------------------------------------------- sampling and grading
 
 
-def sample_suite(model, tokenizer, suite: Suite, decodings, journal: Journal, cfg):
+def sample_suite(
+    model: Model, tokenizer: Tokenizer, suite: Suite, decodings, journal: Journal, cfg
+):
     """{key: row}: a graded response for every benchmark, decoding, problem and sample.
 
     cfg: rollout_batch_size, max_new_tokens, seed and instruction, as Config has them.
@@ -275,7 +277,7 @@ def sample_suite(model, tokenizer, suite: Suite, decodings, journal: Journal, cf
     return {key: journal.rows[key] for key in keys}
 
 
-def evaluate(model, tokenizer, suite: Suite, cfg) -> dict[str, dict]:
+def evaluate(model: Model, tokenizer: Tokenizer, suite: Suite, cfg) -> dict[str, dict]:
     """{benchmark: scores} of a model in memory under the training decoding; writes no file.
 
     cfg as in sample_suite. Called by every rank, which all get the scores; seeds torch.
@@ -322,7 +324,9 @@ def parse_verdict(reply: str) -> str:
     return said.pop() if len(said) == 1 else "UNREADABLE"
 
 
-def second_opinion(model, tokenizer, suite: Suite, samples, texts: Path, verdicts: Journal, size):
+def second_opinion(
+    model: Model, tokenizer: Tokenizer, suite: Suite, samples, texts: Path, verdicts: Journal, size
+):
     """Fill `verdicts` with the verifier's word on every response that the rule refused.
 
     samples: what sample_suite returned; texts: the file with the responses; size: of a batch.

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import PreTrainedModel as Model
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -26,7 +28,7 @@ class InputError(ValueError):
 # ---------------------------------------------------------------------------- model and tokenizer
 
 
-def load_tokenizer(name: str):
+def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a Hub id or a local folder, with a pad token; raises InputError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -40,7 +42,7 @@ def load_tokenizer(name: str):
     return tokenizer
 
 
-def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -52,7 +54,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     return model.to(device).eval()
 
 
-def check_head(model) -> None:
+def check_head(model: Model) -> None:
     """Scoring multiplies hidden states by the head's weight; refuse a model that does more."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     extras = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -63,7 +65,7 @@ def check_head(model) -> None:
         raise InputError(f"--model: the output head has {', '.join(found)}, which is not supported")
 
 
-def stop_ids(model, tokenizer) -> list[int]:
+def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     """Every id that ends a response: the model's, the tokenizer's and the chat template's."""
     ids = model.generation_config.eos_token_id
     ids = set(ids if isinstance(ids, (list, tuple)) else [ids]) | {tokenizer.eos_token_id}
@@ -142,7 +144,7 @@ def read_row(row: dict) -> tuple[str, str]:
     return problem.strip(), "" if answer is None else str(answer).strip()
 
 
-def encode_prompt(tokenizer, problem: str, instruction: str = INSTRUCTION) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, problem: str, instruction: str = INSTRUCTION) -> list[int]:
     """Token ids of a problem and its instruction, in the chat template where there is one."""
     content = f"{problem}\n{instruction}" if instruction else problem
     if not tokenizer.chat_template:
@@ -166,8 +168,8 @@ class Response:
 
 
 def sample(
-    model,
-    tokenizer,
+    model: Model,
+    tokenizer: Tokenizer,
     prompts: list[list[int]],
     *,
     max_new_tokens: int,
@@ -208,7 +210,7 @@ def sample(
     return responses
 
 
-def rows_that_fit(model, length: int, batch_size: int) -> int:
+def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     """batch_size, or on CUDA what fits: the KV cache of rows of `length` tokens in free memory."""
     if model.device.type != "cuda":
         return batch_size
@@ -221,7 +223,9 @@ def rows_that_fit(model, length: int, batch_size: int) -> int:
 
 
 @contextlib.contextmanager
-def sampling_config(model, tokenizer, stops, temperature, top_p) -> Iterator[GenerationConfig]:
+def sampling_config(
+    model: Model, tokenizer: Tokenizer, stops: list[int], temperature: float, top_p: float
+) -> Iterator[GenerationConfig]:
     """The generation config of exactly this decoding, with the model's own put aside meanwhile.
 
     Fields that a call leaves unset are taken from the model's generation_config (Qwen3 ships
@@ -254,7 +258,14 @@ def sampling_config(model, tokenizer, stops, temperature, top_p) -> Iterator[Gen
 
 
 @torch.no_grad()
-def generate_in_rounds(model, prompts, config, max_new_tokens, round_tokens, bar):
+def generate_in_rounds(
+    model: Model,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+    max_new_tokens: int,
+    round_tokens: int,
+    bar: tqdm,
+) -> list[list[int]]:
     """`generate` on left-padded prompts, with finished rows dropped from the cache.
 
     generate computes every row until the last one ends. Called for `round_tokens` tokens at a
@@ -298,7 +309,13 @@ def generate_in_rounds(model, prompts, config, max_new_tokens, round_tokens, bar
     return rows
 
 
-def generate_paged(model, prompts, config, max_new_tokens, bar) -> list[list[int]]:
+def generate_paged(
+    model: Model,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+    max_new_tokens: int,
+    bar: tqdm,
+) -> list[list[int]]:
     """The same through continuous batching: a paged cache sized to the free memory, CUDA graphs."""
     config.max_new_tokens = max_new_tokens
     outputs = list(model.generate_batch(prompts, generation_config=config).values())
@@ -329,7 +346,7 @@ def pad_batch(
 
 
 def token_stats(
-    model,
+    model: Model,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     response_mask: torch.Tensor,

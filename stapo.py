@@ -18,9 +18,10 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import HfArgumentParser
 from transformers.utils import logging
@@ -32,7 +33,9 @@ from reward import math_reward
 from rollout import (
     INSTRUCTION,
     InputError,
+    Model,
     Response,
+    Tokenizer,
     encode_prompt,
     load_problems,
     load_tokenizer,
@@ -41,7 +44,7 @@ from rollout import (
 )
 
 
-def flag(default, text: str):
+def flag(default: object, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
@@ -288,7 +291,7 @@ def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
     return batches + [[]] * (all_max(len(batches)) - len(batches))
 
 
-def forward(model, batch: list[Episode], pad_id: int):
+def forward(model: Model, batch: list[Episode], pad_id: int) -> tuple[torch.Tensor, ...]:
     """logp, entropy, collision, response_mask of a micro-batch: (B, L); an empty one is a dummy."""
     responses = [e.response for e in batch] or [Response([pad_id], [pad_id], False, "")]
     input_ids, attention_mask, mask = pad_batch(responses, pad_id, model.device)
@@ -302,7 +305,9 @@ def spread(values: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score(model, episodes: list[Episode], cfg: Config, pad_id: int):
+def score(
+    model: Model, episodes: list[Episode], cfg: Config, pad_id: int
+) -> list[tuple[torch.Tensor, ...]]:
     """[(logp, entropy, collision)] of every episode under this policy: (T,) float32, on the CPU."""
     scores = {}
     for batch in micro_batches(episodes, cfg.tokens_per_micro_batch):
@@ -351,7 +356,7 @@ def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
     }
 
 
-def refresh_stats(model, episodes: list[Episode], cfg: Config, pad_id: int) -> None:
+def refresh_stats(model: Model, episodes: list[Episode], cfg: Config, pad_id: int) -> None:
     """The statistics pass: p and H under the current policy, of the tokens the mask needs."""
     if cfg.method == "20-entropy" or (cfg.method == "stapo" and cfg.quantile_over == "all"):
         needed = episodes
@@ -363,7 +368,14 @@ def refresh_stats(model, episodes: list[Episode], cfg: Config, pad_id: int) -> N
         episode.logp, episode.entropy, episode.collision = stats
 
 
-def batch_loss(cfg: Config, batch: list[Episode], logp, entropy, mask, denominator: float):
+def batch_loss(
+    cfg: Config,
+    batch: list[Episode],
+    logp: torch.Tensor,
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    denominator: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a micro-batch under --method, and its ratio sums."""
     old_logp = spread([e.old_logp for e in batch], mask)
     advantages = torch.tensor([e.advantage for e in batch], device=mask.device)
@@ -381,7 +393,14 @@ def batch_loss(cfg: Config, batch: list[Episode], logp, entropy, mask, denominat
     return stapo_loss(*args, tau_p=0.0, **clip, num_kept=denominator)[0], sums
 
 
-def update(model, optimizer, episodes: list[Episode], cfg: Config, world: int, pad_id: int) -> dict:
+def update(
+    model: Model,
+    optimizer: Optimizer | None,
+    episodes: list[Episode],
+    cfg: Config,
+    world: int,
+    pad_id: int,
+) -> dict:
     """One optimiser step on a mini-batch whose mask is formed from the episodes' logp and entropy.
 
     Responses with A = 0 have no gradient (without a KL term) and are left out of the passes; they
@@ -426,7 +445,7 @@ def update(model, optimizer, episodes: list[Episode], cfg: Config, world: int, p
 # =============================================================================== data and rollouts
 
 
-def training_problems(cfg: Config, tokenizer, main: bool) -> list[dict]:
+def training_problems(cfg: Config, tokenizer: Tokenizer, main: bool) -> list[dict]:
     """[{"problem", "answer", "prompt_ids"}] with the prompts that are too long dropped aloud."""
     problems = load_problems(cfg.data)
     for problem in problems:
@@ -462,7 +481,7 @@ def seeded(*numbers: int) -> torch.Generator:
 
 
 def collect(
-    model, tokenizer, problems, step: int, cfg: Config, ranks: Ranks
+    model: Model, tokenizer: Tokenizer, problems: list[dict], step: int, cfg: Config, ranks: Ranks
 ) -> list[list[Episode]]:
     """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
 
@@ -561,7 +580,15 @@ def update_metrics(totals: list[dict], tokens: int) -> dict[str, float | None]:
 DUMPED_TOKENS, DUMPED_CASES, DUMPED_WORDS = 20_000, 32, 100
 
 
-def dump_tokens(path: Path, step: int, model, tokenizer, mini_batches, cfg, ranks: Ranks) -> None:
+def dump_tokens(
+    path: Path,
+    step: int,
+    model: Model,
+    tokenizer: Tokenizer,
+    mini_batches: list[list[Episode]],
+    cfg: Config,
+    ranks: Ranks,
+) -> None:
     """Write the tokens of a step's responses with A > 0, as pi_old sees them.
 
     The sample is half low-probability tokens and half others; `weight` says how many tokens of
@@ -615,7 +642,9 @@ def dump_tokens(path: Path, step: int, model, tokenizer, mini_batches, cfg, rank
 
 
 @torch.no_grad()
-def describe(model, tokenizer, places: list[tuple[Episode, torch.Tensor]]) -> list[dict]:
+def describe(
+    model: Model, tokenizer: Tokenizer, places: list[tuple[Episode, torch.Tensor]]
+) -> list[dict]:
     """The paper's case tables: each token in its context, with the five likeliest alternatives."""
 
     def text(ids: list[int]) -> str:  # a padded head has ids without text
