@@ -114,7 +114,8 @@ def load_problems(source: str, split: str = "train") -> list[dict[str, str]]:
         reason = first_line(error)
         raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error
     wanted = ("problem", "question", "prompt", "answer", "final_answer", "reward_model")
-    rows = rows.select_columns([name for name in wanted if name in rows.column_names])
+    columns = [name for name in wanted if name in rows.column_names]
+    rows = rows.select_columns(columns or rows.column_names)
     problems = {}
     for number, row in enumerate(rows, start=1):
         problem, answer = read_row(row)

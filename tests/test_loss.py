@@ -55,10 +55,11 @@ def test_advantages_printed_in_the_paper(right, printed):
 
 
 def test_equal_rewards_have_no_advantage():
-    rewards = torch.tensor([[0.1] * 8, [-1.0] * 8, [1.0, *[-1.0] * 7]])
-    assert rewards[0].std() != 0  # the trap: rounding
-    advantages = group_advantages(rewards)
-    assert (advantages[:2] == 0).all() and (advantages[2] != 0).all()
+    tenths = torch.tensor([[0.1] * 8])
+    assert tenths.std(1) != 0  # the trap: rounding
+    assert (group_advantages(tenths) == 0).all()
+    advantages = group_advantages(torch.tensor([[-1.0] * 8, [1.0, *[-1.0] * 7]]))
+    assert (advantages[0] == 0).all() and (advantages[1] != 0).all()
 
 
 @pytest.mark.parametrize("q", [0.0, 0.2, 0.75, 1.0])
@@ -98,6 +99,7 @@ def test_the_mask_is_strict_and_takes_its_thresholds():
     assert not spurious_mask(logp, 0 * a, entropy, mask, tau_h=INF).any()
     assert not spurious_mask(logp, a, entropy, mask, tau_p=0.001, tau_h=INF)[0, 1:].any()
     assert spurious_mask(logp, a, entropy, mask, q=1.0).sum() == 1  # the highest is kept
+    assert not spurious_mask(0 * logp, a, entropy, mask, tau_p=1.0, tau_h=INF).any()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -112,6 +114,8 @@ def test_loss_and_gradient_equal_a_loop(seed, tau_p, q):
     torch.testing.assert_close(logp.grad.double(), gradient, atol=1e-6, rtol=1e-4)
     assert (int(metrics["candidates"]), int(metrics["silenced"])) == (candidates, silenced)
     assert int(metrics["tokens"]) == int(rest[-1].sum())
+    entropies = rest[2][rest[3]].double()
+    assert float(metrics["entropy_sum"]) == pytest.approx(float(entropies.sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize(
