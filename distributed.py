@@ -40,8 +40,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import InputError, Model, Tokenizer, check_head, load_model, token_stats
 
-# a single process saves and loads checkpoints too, which is no reason to warn
+# a single process saves checkpoints too; the name that older transformers have works in newer ones
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
 
 # ------------------------------------------------------------------------------------------ ranks
 
