@@ -71,9 +71,10 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
     ids = set(ids if isinstance(ids, (list, tuple)) else [ids]) | {tokenizer.eos_token_id}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<!>"}]
-        turn_end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("<!>")[2]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        _, answered, turn_end = text.rpartition("<!>")
         turn_end = tokenizer(turn_end, add_special_tokens=False).input_ids[:1]
-        ids.update(i for i in turn_end if i in tokenizer.added_tokens_decoder)
+        ids.update(i for i in turn_end if answered and i in tokenizer.added_tokens_decoder)
     return sorted(ids - {None})
 
 
@@ -132,17 +133,17 @@ def read_row(row: dict) -> tuple[str, str]:
     """The (problem, answer) of one row in any layout that load_problems understands."""
     problem = row.get("problem") or row.get("question") or row.get("prompt") or ""
     if isinstance(problem, list):
-        problem = problem[-1]["content"]
+        problem = problem[-1]["content"] or ""
         wrapped = DAPO_WRAPPER.fullmatch(problem)
         problem = wrapped[1] if wrapped else problem
     answer = row.get("answer")
     if answer is None:
         answer = row.get("final_answer")
-    if answer is None:
-        answer = (row.get("reward_model") or {}).get("ground_truth")
+    if answer is None and isinstance(row.get("reward_model"), dict):
+        answer = row["reward_model"].get("ground_truth")
     if isinstance(answer, list):
-        answer = ", ".join(answer)
-    return problem.strip(), "" if answer is None else str(answer).strip()
+        answer = ", ".join(map(str, answer))
+    return str(problem).strip(), "" if answer is None else str(answer).strip()
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: str, instruction: str = INSTRUCTION) -> list[int]:

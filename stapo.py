@@ -697,6 +697,10 @@ def check(cfg: Config, world: int) -> None:
     sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
     for name in (*sizes.split(), "tokens_per_micro_batch"):
         wrong[f"--{name} {getattr(cfg, name)}: has to be at least 1"] = getattr(cfg, name) < 1
+    for name in "lr warmup_steps weight_decay eps_low eps_high beta save_every eval_every".split():
+        value = getattr(cfg, name)
+        wrong[f"--{name} {value}: has to be at least 0"] = not 0 <= value < math.inf
+    wrong[f"--grad_clip {cfg.grad_clip}: has to be above 0"] = not cfg.grad_clip > 0
     for message in (message for message, holds in wrong.items() if holds):
         raise InputError(message)
     if cfg.batch_size % cfg.mini_batch_size:

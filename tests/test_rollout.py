@@ -274,6 +274,8 @@ def test_stop_ids_are_the_union(random_model):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(model, tokenizer)
     model.generation_config.eos_token_id = None
     assert len(stop_ids(model, tokenizer)) == 2
+    tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}"  # leaves the answer out
+    assert stop_ids(model, tokenizer) == [tokenizer.eos_token_id]
 
 
 def test_prompts_with_and_without_a_chat_template():
@@ -322,6 +324,7 @@ def test_dapo_rows_are_unwrapped_and_distinct():
         ({"question": "1+1", "final_answer": ["2", "3"]}, "2, 3"),
         ({"prompt": [{"content": "1+1"}], "reward_model": {"ground_truth": "2"}}, "2"),
         ({"problem": "1+1", "answer": 0}, "0"),
+        ({"problem": "1+1", "final_answer": [2, 3]}, "2, 3"),
     ],
 )  # fmt: skip
 def test_column_layouts(tmp_path, row, answer):

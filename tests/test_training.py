@@ -337,6 +337,10 @@ def test_memory_stays_flat_over_200_steps(tmp_path):
         ("--beta 0.5", "--beta"),
         ("--max_prompt_tokens 1", "--max_prompt_tokens"),
         ("--steps 0", "--steps"),
+        ("--lr -1", "--lr"),
+        ("--lr nan", "--lr"),
+        ("--grad_clip 0", "--grad_clip"),
+        ("--resume", "--output"),
         ("--output {folder}/held", "--resume"),
         ("--output {folder}/empty.jsonl/run", "--output"),
         ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
@@ -349,7 +353,10 @@ def test_wrong_input_is_one_clear_line(tmp_path, capsys, flags, names):
     (tmp_path / "held").mkdir()
     (tmp_path / "held/metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "run", flags.format(folder=tmp_path))
+        flags = flags.format(folder=tmp_path)
+        if flags == "--resume":
+            stapo.main(["@tests/tiny/args", "--resume"])
+        run(tmp_path / "run", flags)
     message = stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
     assert names in message.strip().splitlines()[-1] and stop.value.code != 0
 
