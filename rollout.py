@@ -178,7 +178,7 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     batch_size: int = 256,
-    round_tokens: int = 32,
+    round_tokens: int = 16,
     engine: str = "rounds",
     seed: int = 0,
     progress: str | None = None,
@@ -392,6 +392,9 @@ def head_stats(
     return HeadStats.apply(hidden, weight, targets, chunk)
 
 
+BLOCK = 32  # rows
+
+
 class HeadStats(torch.autograd.Function):
     """Softmax statistics with a backward that recomputes each chunk of logits."""
 
@@ -399,15 +402,16 @@ class HeadStats(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, chunk):
         stats = hidden.new_empty(4, len(targets), dtype=torch.float32)
         for i in range(0, len(targets), chunk):
-            rows = slice(i, i + chunk)
-            logits = product(hidden[rows], weight)  # (C, V) float32
-            lse = logits.logsumexp(-1)  # (C,)
-            logits -= lse[:, None]  # ln pi
-            stats[0, rows] = logits.gather(1, targets[rows, None]).squeeze(1)
-            probs = logits.exp()  # pi
-            stats[1, rows] = -torch.linalg.vecdot(probs, logits)  # H = -sum_v pi ln pi
-            stats[2, rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
-            stats[3, rows] = lse
+            logits = product(hidden[i : i + chunk], weight)  # (C, V) float32
+            # few rows at a time, so that pi is a small second buffer beside the logits
+            for j, block in enumerate(logits.split(BLOCK)):
+                rows = slice(i + j * BLOCK, i + j * BLOCK + len(block))
+                stats[3, rows] = block.logsumexp(-1)
+                block -= stats[3, rows, None]  # ln pi
+                stats[0, rows] = block.gather(1, targets[rows, None]).squeeze(1)
+                probs = block.exp()  # pi
+                stats[1, rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
+                stats[2, rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
         logp, entropy, collision, lse = stats.unbind()
         logp, entropy, collision = logp.clone(), entropy.clone(), collision.clone()
         ctx.save_for_backward(hidden, weight, targets, lse)

@@ -327,8 +327,9 @@ def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
     lengths = [len(e.response.ids) for e in episodes]
     logp = torch.cat([e.logp for e in episodes])  # (N,): all response tokens of this rank
     entropy = torch.cat([e.entropy for e in episodes])
-    key = {"high-entropy": -entropy, "random": torch.cat([e.noise for e in episodes])}
-    key = key.get(cfg.method, entropy)
+    key = -entropy if cfg.method == "high-entropy" else entropy
+    if cfg.method == "random":
+        key = torch.cat([e.noise for e in episodes])
     advantages = torch.tensor([e.advantage for e in episodes])
     advantages = advantages.repeat_interleave(torch.tensor(lengths))
     # spurious_mask takes (B, T): the N tokens go in as N responses of one token each
@@ -739,6 +740,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=not ranks.main)
     for step in range(done + 1, cfg.steps + 1):
         started = time.time()
+        model.zero_grad()  # gradients take no memory during a rollout
         mini_batches = collect(model, tokenizer, problems, step, cfg, ranks)
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         if reference:
