@@ -412,6 +412,7 @@ class HeadStats(torch.autograd.Function):
                 probs = block.exp()  # pi
                 stats[1, rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
                 stats[2, rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
+            del logits, block, probs  # before the next chunk's exist
         logp, entropy, collision, lse = stats.unbind()
         logp, entropy, collision = logp.clone(), entropy.clone(), collision.clone()
         ctx.save_for_backward(hidden, weight, targets, lse)
@@ -433,6 +434,7 @@ class HeadStats(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             grad_weight.addmm_(grad.T.to(torch.float32), hidden[rows].to(torch.float32))
+            del grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
