@@ -82,12 +82,12 @@ def finish() -> None:
         dist.destroy_process_group()
 
 
-def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum over ranks, in float64 so that counts stay exact; same shape."""
-    values = values.double()
+def all_sum(values: dict[str, Any]) -> dict[str, float]:
+    """Sums over ranks of numbers or 0-dim tensors, in float64 so that counts stay exact."""
+    sums = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(values)
-    return values
+        dist.all_reduce(sums)
+    return dict(zip(values, sums.tolist(), strict=True))
 
 
 def all_max(value: int) -> int:

@@ -345,16 +345,13 @@ def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
         keep = entropy >= quantile(all_cat(entropy), 0.8)
     for episode, kept in zip(episodes, keep.split(lengths), strict=True):
         episode.keep = kept
-    odd = ~(logp.isfinite() & entropy.isfinite())
-    counts = torch.stack([torch.tensor(len(logp)), candidates.sum(), silenced.sum(), odd.sum()])
-    num_tokens, num_candidates, num_silenced, num_odd = all_sum(counts).tolist()
-    return {
-        "denominator": max(num_tokens - num_silenced, 1.0),
-        "candidates": num_candidates,
-        "silenced": num_silenced,
-        "tau_h": float(tau_h),
-        "finite": num_odd == 0,
-    }
+    counts = {"responses": len(episodes), "kept": len(logp) - silenced.sum()}
+    counts |= {"candidates": candidates.sum(), "silenced": silenced.sum()}
+    counts["odd"] = (~(logp.isfinite() & entropy.isfinite())).sum()
+    totals = all_sum(counts)
+    # 20-entropy drops tokens and still divides by all of them; GRPO divides by responses
+    totals["denominator"] = max(totals["responses" if cfg.method == "grpo" else "kept"], 1.0)
+    return totals | {"tau_h": float(tau_h), "finite": totals["odd"] == 0}
 
 
 def refresh_stats(model: Model, episodes: list[Episode], cfg: Config, pad_id: int) -> None:
@@ -412,8 +409,6 @@ def update(
         return totals
     with_kl = cfg.method == "grpo" and cfg.beta != 0
     trained = [e for e in episodes if e.advantage != 0 or with_kl]
-    if cfg.method == "grpo":
-        totals["denominator"] = float(all_sum(torch.tensor(len(episodes))))
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
     optimizer.zero_grad()
@@ -434,9 +429,7 @@ def update(
             parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    names = list(local)
-    summed = all_sum(torch.stack([torch.as_tensor(local[name]) for name in names])).tolist()
-    totals |= dict(zip(names, summed, strict=True)) | {"grad_norm": norm}
+    totals |= all_sum(local) | {"grad_norm": norm}
     totals["finite"] &= math.isfinite(norm) and math.isfinite(totals["loss"])
     if totals["finite"]:
         optimizer.step()
@@ -524,32 +517,25 @@ def collect(
 def rollout_metrics(episodes: list[Episode], cfg: Config) -> dict[str, float | None]:
     """Under pi_old, over every response of every rank; the README defines each key."""
     entropy = all_cat(torch.cat([e.entropy for e in episodes]))
-    count = len(episodes)
     right = [e for e in episodes if e.reward > 0]
     low_prob = sum(int((e.old_logp.exp() < cfg.tau_p).sum()) for e in right)
-    sums = torch.tensor(
-        [
-            count,
-            low_prob,
-            sum(len(e.response.ids) for e in right),
-            sum(e.response.truncated for e in episodes),
-            sum(e.reward for e in episodes),
-            len(right),
-            sum(e.advantage == 0 for e in episodes),
-        ],
-        dtype=torch.float64,
-    )
-    count, low_prob, right_tokens, truncated, reward, right, zero = all_sum(sums).tolist()
+    sums = {"responses": len(episodes), "right": len(right), "low_prob": low_prob}
+    sums["right_tokens"] = sum(len(e.response.ids) for e in right)
+    sums["truncated"] = sum(e.response.truncated for e in episodes)
+    sums["reward"] = sum(e.reward for e in episodes)
+    sums["zero"] = sum(e.advantage == 0 for e in episodes)
+    total = all_sum(sums)
+    count, right_tokens = total["responses"], total["right_tokens"]
     return {
-        "reward": reward / count,
-        "accuracy": right / count,
-        "zero_advantage_fraction": zero / count,
+        "reward": total["reward"] / count,
+        "accuracy": total["right"] / count,
+        "zero_advantage_fraction": total["zero"] / count,
         "entropy": float(entropy.double().mean()),
         **{f"entropy_p{p}": float(quantile(entropy, p / 100)) for p in (50, 80, 95, 99)},
-        "low_prob_fraction": low_prob / right_tokens if right_tokens else None,
+        "low_prob_fraction": total["low_prob"] / right_tokens if right_tokens else None,
         "tokens": len(entropy),
         "response_length": len(entropy) / count,
-        "truncated_fraction": truncated / count,
+        "truncated_fraction": total["truncated"] / count,
     }
 
 
@@ -624,14 +610,15 @@ def dump_tokens(
     cases = describe(model, tokenizer, places[: DUMPED_CASES // ranks.world])
     parts = distributed.gather((cases, words))
     merged = {kind: sum((words[kind] for _, words in parts), Counter()) for kind in words}
-    counts = all_sum(torch.tensor([tokens.shape[1], sum(len(e.logp) for e in episodes)]))
+    lengths = {"positive": tokens.shape[1], "all": sum(len(e.logp) for e in episodes)}
+    counts = all_sum(lengths)
     dump = {
         "step": step,
         "method": cfg.method,
         "tau_p": cfg.tau_p,
         "tau_h": [tau if math.isfinite(tau) else None for tau in tau_h],
-        "positive_tokens": int(counts[0]),
-        "all_tokens": int(counts[1]),
+        "positive_tokens": int(counts["positive"]),
+        "all_tokens": int(counts["all"]),
         "tokens": columns,
         "cases": [case for cases, _ in parts for case in cases],
         "frequent": {kind: dict(all.most_common(DUMPED_WORDS)) for kind, all in merged.items()},
@@ -685,34 +672,29 @@ def show(episode: Episode, step: int) -> None:
 
 def check(cfg: Config, world: int) -> None:
     """Refuse flags that cannot work; raises InputError naming the flag."""
-    beta_unused = cfg.method != "grpo" and cfg.beta != Config.beta
-    wrong = {
-        f"--q {cfg.q}: a quantile is between 0 and 1": not 0 <= cfg.q <= 1,
-        f"--tau_p {cfg.tau_p}: a probability is between 0 and 1": not 0 <= cfg.tau_p <= 1,
-        f"--group_size {cfg.group_size}: an advantage needs at least 2": cfg.group_size < 2,
-        "--quantile_over all: a definition of --method stapo alone": cfg.quantile_over == "all"
-        and cfg.method != "stapo",
-        f"--beta {cfg.beta}: only --method grpo has a KL term": beta_unused,
-        "--resume: name the run to continue with --output": cfg.resume and not cfg.output,
-    }
+
+    def need(name: str, holds: bool, why: str) -> None:
+        if not holds:
+            raise InputError(f"--{name} {getattr(cfg, name)}: {why}")
+
+    need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
+    need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
+    need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
+    v1 = cfg.quantile_over == "all"
+    need("quantile_over", cfg.method == "stapo" or not v1, "a definition of --method stapo alone")
+    default_beta = cfg.beta == Config.beta
+    need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
+    need("resume", bool(cfg.output or not cfg.resume), "name the run to continue with --output")
     sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
     for name in (*sizes.split(), "tokens_per_micro_batch"):
-        wrong[f"--{name} {getattr(cfg, name)}: has to be at least 1"] = getattr(cfg, name) < 1
-    for name in "lr warmup_steps weight_decay eps_low eps_high beta save_every eval_every".split():
-        value = getattr(cfg, name)
-        wrong[f"--{name} {value}: has to be at least 0"] = not 0 <= value < math.inf
-    wrong[f"--grad_clip {cfg.grad_clip}: has to be above 0"] = not cfg.grad_clip > 0
-    for message in (message for message, holds in wrong.items() if holds):
-        raise InputError(message)
-    if cfg.batch_size % cfg.mini_batch_size:
-        raise InputError(
-            f"--batch_size {cfg.batch_size}: not a multiple of --mini_batch_size "
-            f"{cfg.mini_batch_size}"
-        )
-    if cfg.mini_batch_size % world:
-        raise InputError(
-            f"--mini_batch_size {cfg.mini_batch_size}: not a multiple of {world} ranks"
-        )
+        need(name, getattr(cfg, name) >= 1, "has to be at least 1")
+    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every eval_every dump_every"
+    for name in rates.split():
+        need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
+    need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
+    whole = cfg.batch_size % cfg.mini_batch_size == 0
+    need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
+    need("mini_batch_size", cfg.mini_batch_size % world == 0, f"not a multiple of {world} ranks")
 
 
 def train(cfg: Config, ranks: Ranks) -> None:
