@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ DECODINGS = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}  # temperature, top-p
 Suite = dict[Benchmark, list[dict[str, str]]]  # the problems of each, as load_problems gives them
 
 
-def flag(default, text: str):
+def flag(default: object, text: str) -> Any:
     make = (lambda: list(default)) if isinstance(default, tuple) else (lambda: default)
     return field(default_factory=make, metadata={"help": text})
 
@@ -79,7 +79,9 @@ class Config:
     output: str = flag("", "directory of the results (default: runs/eval-<model>)")
 
 
-def load_benchmarks(names: list[str], data_dir="", samples=0, limit=0) -> Suite:
+def load_benchmarks(
+    names: list[str], data_dir: str = "", samples: int = 0, limit: int = 0
+) -> Suite:
     """Benchmarks, by name or as local files, with their problems; raises InputError."""
     known = {benchmark.key: benchmark for benchmark in BENCHMARKS}
     suite: Suite = {}
@@ -196,7 +198,13 @@ class Journal:
                 part.unlink()
         self.barrier()
 
-    def complete(self, keys, size: int, work: Callable[[list[Key]], list[dict]], label="") -> None:
+    def complete(
+        self,
+        keys: Iterable[Key],
+        size: int,
+        work: Callable[[list[Key]], list[dict]],
+        label: str = "",
+    ) -> None:
         """Have `work` make the rows that are missing, in chunks of `size` shared among the ranks.
 
         What a chunk holds depends on the flags alone, and a chunk with a missing row is done
@@ -228,8 +236,13 @@ class Journal:
 
 
 def sample_suite(
-    model: Model, tokenizer: Tokenizer, suite: Suite, decodings, journal: Journal, cfg
-):
+    model: Model,
+    tokenizer: Tokenizer,
+    suite: Suite,
+    decodings: dict[str, tuple[float, float]],
+    journal: Journal,
+    cfg: Any,
+) -> dict[Key, dict]:
     """{key: row}: a graded response for every benchmark, decoding, problem and sample.
 
     cfg: rollout_batch_size, max_new_tokens, seed and instruction, as Config has them.
@@ -277,7 +290,7 @@ def sample_suite(
     return {key: journal.rows[key] for key in keys}
 
 
-def evaluate(model: Model, tokenizer: Tokenizer, suite: Suite, cfg) -> dict[str, dict]:
+def evaluate(model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any) -> dict[str, dict]:
     """{benchmark: scores} of a model in memory under the training decoding; writes no file.
 
     cfg as in sample_suite. Called by every rank, which all get the scores; seeds torch.
@@ -325,8 +338,14 @@ def parse_verdict(reply: str) -> str:
 
 
 def second_opinion(
-    model: Model, tokenizer: Tokenizer, suite: Suite, samples, texts: Path, verdicts: Journal, size
-):
+    model: Model,
+    tokenizer: Tokenizer,
+    suite: Suite,
+    samples: dict[Key, dict],
+    texts: Path,
+    verdicts: Journal,
+    size: int,
+) -> None:
     """Fill `verdicts` with the verifier's word on every response that the rule refused.
 
     samples: what sample_suite returned; texts: the file with the responses; size: of a batch.
@@ -380,7 +399,9 @@ def accuracy(rows: list[dict]) -> dict:
     }
 
 
-def score(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None):
+def score(
+    samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None
+) -> dict[str, dict[str, dict]]:
     """{decoding: {benchmark: scores}}; lengths in tokens, fractions 0 to 1, the rest in percent."""
     scores: dict[str, dict[str, dict]] = {}
     for (name, decoding), keys in itertools.groupby(samples, lambda key: key[:2]):
@@ -469,7 +490,7 @@ def open_output(cfg: Config) -> Path:
     return folder
 
 
-def load(name: str):
+def load(name: str) -> tuple[Model, Tokenizer]:
     """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU."""
     cuda = torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu"

@@ -159,12 +159,12 @@ def write_csv(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def save(fig, path: Path) -> None:
+def save(fig: plt.Figure, path: Path) -> None:
     fig.savefig(path)
     plt.close(fig)
 
 
-def percent(share: float, _position=None) -> str:
+def percent(share: float, _position: int | None = None) -> str:
     return f"{100 * share:.3g} %"
 
 
