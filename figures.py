@@ -263,10 +263,6 @@ def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> l
     text = f"### {group.label}: {len(group.dumps)} dumps, steps {steps[0]} to {steps[-1]}\n\n"
     text += f"{table(cells)}\nLow p: below {group.dumps[0]['tau_p']:g}. Low H: below each dump's "
     text += f"{splits}, {low:.3g} to {high:.3g} nats.\n"
-    mirror = sum((Counter(dump.get("negative")) for dump in group.dumps), Counter())
-    if mirror:
-        low_p, both = (percent(mirror[k] / mirror["tokens"]) for k in ("low_p", "low_p_low_h"))
-        text += f"Of {mirror['tokens']} tokens with A < 0: {low_p} low p, {both} low p and low H.\n"
     (out / f"quadrants{group.suffix}.md").write_text(text, "utf-8")
     print(text)
     return parts[-1]
