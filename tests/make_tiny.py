@@ -38,7 +38,7 @@ LINKS = {"Then": 8, "Next": 4, "Now": 3, "And": 2, "Also": 1, "Wait": 1}
 DIRECT = {2: 0.15, 3: 0.35, 4: 0.5}  # operations: share of texts that give no step at all
 SLOPPY = 0.25  # share of the others that do two operations a step
 SLIP = 0.03  # share of steps with a wrong value
-NOISE = 0.01  # share of response tokens replaced
+NOISE = 0.01  # share of response tokens replaced, unless --noise says otherwise
 
 
 def problem(rng: random.Random) -> str:
@@ -124,7 +124,14 @@ def make_model(tokenizer) -> Qwen3ForCausalLM:
     return model
 
 
-def batch(tokenizer, ordinary: list[int], held_out: set[str], size: int, rng: random.Random):
+def batch(
+    tokenizer,
+    ordinary: list[int],
+    held_out: set[str],
+    size: int,
+    noise: float,
+    rng: random.Random,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`size` noisy worked problems, none of them held out -> input_ids, labels: (size, L)."""
     rows = []
     while len(rows) < size:
@@ -133,7 +140,7 @@ def batch(tokenizer, ordinary: list[int], held_out: set[str], size: int, rng: ra
             continue
         prompt = encode_prompt(tokenizer, question, "")
         response = tokenizer(solution(question, rng)).input_ids
-        response = [rng.choice(ordinary) if rng.random() < NOISE else i for i in response]
+        response = [rng.choice(ordinary) if rng.random() < noise else i for i in response]
         rows.append((prompt, [*response, tokenizer.eos_token_id]))
     width = max(len(p) + len(r) for p, r in rows)
     ids = torch.full((size, width), tokenizer.pad_token_id)
@@ -144,7 +151,9 @@ def batch(tokenizer, ordinary: list[int], held_out: set[str], size: int, rng: ra
     return ids, labels
 
 
-def pretrain(model, tokenizer, held_out: set[str], steps: int, rng: random.Random) -> None:
+def pretrain(
+    model, tokenizer, held_out: set[str], steps: int, noise: float, rng: random.Random
+) -> None:
     """Train `model` in place for `steps` batches of fresh problems."""
     texts = [f"{q}\n{solution(q, rng)}" for q in (problem(rng) for _ in range(2000))]
     ordinary = sorted({i for ids in tokenizer(texts).input_ids for i in ids})
@@ -157,7 +166,7 @@ def pretrain(model, tokenizer, held_out: set[str], steps: int, rng: random.Rando
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     bar = tqdm(range(steps), desc="pre-training")
     for step in bar:
-        ids, labels = batch(tokenizer, ordinary, held_out, 64, rng)
+        ids, labels = batch(tokenizer, ordinary, held_out, 64, noise, rng)
         loss = model(ids, labels=labels).loss
         loss.backward()
         scale = min(1, (step + 1) / 20, (steps - step) / (0.6 * steps))
@@ -203,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--noise", type=float, default=NOISE, help="share of tokens replaced")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -213,7 +223,7 @@ def main() -> None:
     held_out = {row["problem"] for row in rows[:256]}
     tokenizer = make_tokenizer([f"{q}\n{solution(q, rng)}" for q in distinct])
     model = make_model(tokenizer)
-    pretrain(model, tokenizer, held_out, args.steps, rng)
+    pretrain(model, tokenizer, held_out, args.steps, args.noise, rng)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     for name, part in (("test", rows[:256]), ("train", rows[256:])):
