@@ -4,7 +4,7 @@
     python tests/replicate.py --jobs 2
 
 Runs that are complete are not run again. Prints a table (mean and standard deviation over seeds)
-and draws the paper's figures 1 and 3 (methods), 5 (full-mask), 6 (ablations), 7 (tau_p) and q.
+and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations), 7 (tau_p) and the sweep of q.
 """
 
 import argparse
@@ -19,13 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("grpo", "20-entropy", "justrl", "stapo", "full-mask", "high-entropy", "random")
 SWEEPS = {"tau_p": (0.0005, 0.01, 0.05), "q": (0.25, 0.5, 1.0)}  # defaults: 0.002 and 0.75
-ENDS = 10  # steps averaged at each end of a run
+WHOLE, END = slice(None), slice(-10, None)  # steps averaged
 COLUMNS = {  # of the table: key in metrics.jsonl, steps, factor
-    "accuracy, first": ("accuracy", slice(0, ENDS), 100),
-    "accuracy, last": ("accuracy", slice(-ENDS, None), 100),
-    "entropy, first": ("entropy", slice(0, ENDS), 1),
-    "entropy, last": ("entropy", slice(-ENDS, None), 1),
-    "silenced, %": ("silenced_fraction", slice(None), 100),
+    "accuracy, whole run": ("accuracy", WHOLE, 100),
+    "accuracy, last 10 steps": ("accuracy", END, 100),
+    "entropy, last 10 steps": ("entropy", END, 1),
+    "silenced, %": ("silenced_fraction", WHOLE, 100),
 }
 
 
@@ -84,16 +83,15 @@ def main() -> None:
     print(table(groups))
     some = groups.get("stapo", [])[: args.sweep_seeds]
     figures = {
-        "figure1-methods": [f for m in METHODS[:4] for f in groups.get(m, [])],
-        "figure5-full-mask": [f for m in METHODS[2:5] for f in groups.get(m, [])],
-        "figure6-ablation": [f for m in ("stapo", *METHODS[5:]) for f in groups.get(m, [])],
+        "methods": [f for m in METHODS[:5] for f in groups.get(m, [])],
+        "ablation": [f for m in ("stapo", *METHODS[5:]) for f in groups.get(m, [])],
     }
-    for name, (flag, values) in zip(("figure7-tau_p", "sweep-q"), SWEEPS.items(), strict=True):
-        figures[name] = some + [f for x in values for f in groups.get(f"{flag} {x}", [])]
+    for flag, values in SWEEPS.items():
+        figures[flag] = some + [f for x in values for f in groups.get(f"{flag} {x}", [])]
     for name, folders in figures.items():
         if len(folders) > len(some):
-            command = [sys.executable, "figures.py", *map(str, folders)]
-            command += ["--output", str(output / name)]
+            command = [sys.executable, "figures.py", *map(str, folders), "--smooth", "10"]
+            command += ["--output", str(output / f"figures-{name}")]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -14,16 +14,16 @@ def write(folder, accuracies):
     return folder
 
 
-def test_table_averages_both_ends_over_seeds(tmp_path):
-    # ten steps at each end: 0.1 and 0.3; 0.2 and 0.7 -> 15 ± 7.1 and 50 ± 28 percent
+def test_table_averages_steps_then_seeds(tmp_path):
+    # whole runs: 0.2 and 0.45 -> 32.5 ± 17.7 percent; last ten steps: 0.3 and 0.7 -> 50 ± 28.3
     runs = [
-        write(tmp_path / "stapo-0", [0.1] * 10 + [0.9] + [0.3] * 10),
-        write(tmp_path / "stapo-1", [0.2] * 10 + [0.9] + [0.7] * 10),
+        write(tmp_path / "stapo-0", [0.1] * 10 + [0.3] * 10),
+        write(tmp_path / "stapo-1", [0.2] * 10 + [0.7] * 10),
     ]
     head, _, both, one = replicate.table({"stapo": runs, "q 1.0": runs[:1]}).splitlines()
     assert head.count("|") == both.count("|") == one.count("|")
-    assert both == "| stapo | 2 | 15 ± 7.1 | 50 ± 28 | 0.5 ± 0 | 0.5 ± 0 | 0.1 ± 0 |"
-    assert one == "| q 1.0 | 1 | 10 | 30 | 0.5 | 0.5 | 0.1 |"
+    assert both == "| stapo | 2 | 32.5 ± 18 | 50 ± 28 | 0.5 ± 0 | 0.1 ± 0 |"
+    assert one == "| q 1.0 | 1 | 20 | 30 | 0.5 | 0.1 |"
 
 
 def test_complete_runs_are_not_run_again_and_incomplete_ones_are(tmp_path, monkeypatch):
