@@ -433,7 +433,7 @@ class HeadStats(torch.autograd.Function):
             grad *= grad_logp[rows, None]
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
-            grad_weight.addmm_(grad.T.to(torch.float32), hidden[rows].to(torch.float32))
+            add_product(grad_weight, grad.T, hidden[rows])
             del grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
@@ -445,6 +445,14 @@ def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if hidden.is_cuda:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return hidden.float() @ weight.T.float()
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right in float32; on CUDA bfloat16 operands go to the tensor cores as is."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float(), right.float())
 
 
 def first_line(error: Exception) -> str:

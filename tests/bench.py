@@ -599,8 +599,8 @@ def bytes_per_gpu(
         "cache": response_tokens * cache_bytes_per_token(shape, 2),
         "inputs": 2 * layers * hidden * micro_tokens,  # of each layer: what checkpointing keeps
         "layer": micro_tokens * layer_bytes_per_token(shape),
-        # a chunk of logits (float32, its gradient in bfloat16 and back), the head's gradient
-        "head": 10 * chunk * words + 6 * words * hidden + 4 * micro_tokens * hidden,
+        # a chunk of logits (float32, its gradient in bfloat16), the head's gradient
+        "head": 6 * chunk * words + 6 * words * hidden + 4 * micro_tokens * hidden,
     }
     states = held["weights"] + held["gradients"] + held["adamw"]
     # The root's bfloat16 weights stay through the update; its gradient does from the head on.

@@ -21,14 +21,18 @@ def plain_head(hidden, weight, targets):
     return chosen, -(logp.exp() * logp).sum(-1), (2 * logp).exp().sum(-1)
 
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_in_chunks_is_the_head(chunk, dtype):
+def test_head_in_chunks_is_the_head(chunk, dtype, device):
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(50, 24, generator=g).to(dtype).requires_grad_()
-    weight = torch.randn(311, 24, generator=g).to(dtype).requires_grad_()
-    targets = torch.randint(0, 311, (50,), generator=g)
-    scale = torch.randn(50, generator=g)
+    hidden = torch.randn(50, 24, generator=g).to(device, dtype).requires_grad_()
+    weight = torch.randn(311, 24, generator=g).to(device, dtype).requires_grad_()
+    targets = torch.randint(0, 311, (50,), generator=g).to(device)
+    scale = torch.randn(50, generator=g).to(device)
     stats = head_stats(hidden, weight, targets, chunk=chunk)
     assert all(s.dtype == torch.float32 and s.shape == (50,) for s in stats)
     assert [s.requires_grad for s in stats] == [True, False, False]
