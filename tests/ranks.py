@@ -17,11 +17,11 @@ import distributed
 import stapo
 from rollout import Response
 
-PROMPTS, GROUP, STEPS = 8, 4, 2
+PROMPTS, GROUP = 8, 4
 
 # case: (flags, rewards of the groups that learn nothing, response lengths)
 CASES = {
-    "stapo": ("--method stapo", "", "ragged"),
+    "stapo": ("--method stapo --steps 2", "", "ragged"),
     "stapo-all": ("--method stapo --quantile_over all", "", "ragged"),
     "20-entropy": ("--method 20-entropy", "", "ragged"),
     "random": ("--method random", "", "ragged"),
@@ -34,7 +34,7 @@ CASES = {
     "nothing-to-learn": ("--method stapo", "01234567", "ragged"),
     "early-end": ("--method stapo", "", "early"),  # one rank's responses are a token or none
     "not-a-number": ("--method stapo", "", "ragged"),
-    "poisoned": ("--method stapo --steps 1", "", "ragged"),  # one rank's loss is NaN, once
+    "poisoned": ("--method stapo", "", "ragged"),  # one rank's loss is NaN, once
 }
 
 
@@ -98,7 +98,7 @@ def run(case: str, folder: Path, ranks: distributed.Ranks) -> None:
 
         stapo.batch_loss = batch_loss
     output = folder / f"world{ranks.world}-{case}"
-    argv = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps {STEPS}
+    argv = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --batch_size {PROMPTS} --mini_batch_size 4 --group_size {GROUP} --max_new_tokens 30
         --lr 1e-6 --warmup_steps 0 --tau_p 0.002 --save_every 0 --gradient_checkpointing False
         --tokens_per_micro_batch 300 --output {output} {flags}"""
