@@ -11,10 +11,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -178,8 +185,7 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     batch_size: int = 256,
-    round_tokens: int = 16,
-    engine: str = "rounds",
+    engine: str = "generate",
     seed: int = 0,
     progress: str | None = None,
 ) -> list[Response]:
@@ -187,22 +193,21 @@ def sample(
 
     At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding. The
     result is a function of the arguments and the weights: torch's generator is seeded here.
-    `engine` is "rounds" (generate, called for `round_tokens` tokens at a time) or "paged"
+    `engine` is "generate" (a KV cache from which finished rows are dropped) or "paged"
     (transformers' continuous batching). `progress` names a tqdm bar over responses.
     """
     torch.manual_seed(seed)
     stops = stop_ids(model, tokenizer)
     responses = []
     bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
-    with bar, sampling_config(model, tokenizer, stops, temperature, top_p) as config:
+    options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    with bar, sampling_config(model, tokenizer, stops, **options) as config:
         longest = max(map(len, prompts), default=0) + max_new_tokens
         batch_size = rows_that_fit(model, longest, batch_size)
         for start in range(0, len(prompts), batch_size):
             chunk = prompts[start : start + batch_size]
-            if engine == "paged":
-                rows = generate_paged(model, chunk, config, max_new_tokens, bar)
-            else:
-                rows = generate_in_rounds(model, chunk, config, max_new_tokens, round_tokens, bar)
+            decode_chunk = generate_paged if engine == "paged" else generate
+            rows = decode_chunk(model, chunk, config, bar)
             for prompt_ids, ids in zip(chunk, rows, strict=True):
                 # A head may be wider than the vocabulary (Qwen3: 151,936); such ids have no text.
                 text = tokenizer.decode(
@@ -218,7 +223,7 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
         return batch_size
     config, size = model.config.get_text_config(), next(model.parameters()).element_size()
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
-    per_row = per_token * length + 16 * config.vocab_size  # logits, softmax and draw, in float32
+    per_row = per_token * length + 24 * config.vocab_size  # logits, softmax and their sums
     idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     free = torch.cuda.mem_get_info()[0] + idle
     return max(1, min(batch_size, int(0.8 * free / per_row)))
@@ -226,22 +231,27 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
 
 @contextlib.contextmanager
 def sampling_config(
-    model: Model, tokenizer: Tokenizer, stops: list[int], temperature: float, top_p: float
+    model: Model,
+    tokenizer: Tokenizer,
+    stops: list[int],
+    *,
+    temperature: float,
+    top_p: float,
+    max_new_tokens: int,
 ) -> Iterator[GenerationConfig]:
     """The generation config of exactly this decoding, with the model's own put aside meanwhile.
 
     Fields that a call leaves unset are taken from the model's generation_config (Qwen3 ships
     top_k 20, top_p 0.95), so every field is named, and the processors are checked to be ours.
     """
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     config = GenerationConfig(
         do_sample=temperature > 0,
-        temperature=temperature if temperature > 0 else 1.0,
-        top_p=top_p,
-        top_k=0,
+        **sampling,
+        max_new_tokens=max_new_tokens,
         eos_token_id=stops,
         pad_token_id=tokenizer.pad_token_id,
         use_cache=True,
-        return_dict_in_generate=True,
     )
     own, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
@@ -259,71 +269,86 @@ def sampling_config(
         model.train(training)
 
 
-@torch.no_grad()
-def generate_in_rounds(
-    model: Model,
-    prompts: list[list[int]],
-    config: GenerationConfig,
-    max_new_tokens: int,
-    round_tokens: int,
-    bar: tqdm,
-) -> list[list[int]]:
-    """`generate` on left-padded prompts, with finished rows dropped from the cache.
+DROP_EVERY = 8  # decoding steps: dropping a row copies the cache, keeping it costs a row
 
-    generate computes every row until the last one ends. Called for `round_tokens` tokens at a
-    time and handed its own cache back, it decodes the same distribution while each round works
-    on the unfinished rows alone. Returns the response ids of each prompt, stop id included.
-    """
+
+def generate(
+    model: Model, prompts: list[list[int]], config: GenerationConfig, bar: tqdm
+) -> list[list[int]]:
+    """`generate` on left-padded prompts, with `decode` as its loop."""
     width = max(map(len, prompts))
     pad, device = config.pad_token_id, model.device
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)  # (B, P)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    stops = torch.tensor(config.eos_token_id, device=device)
-    rows: list[list[int]] = [[] for _ in prompts]
-    alive = torch.arange(len(prompts), device=device)  # rows that are still decoding
-    cache, done = None, 0  # done: tokens generated so far in every living row
-    while len(alive):
-        config.max_new_tokens = min(round_tokens, max_new_tokens - done)
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            generation_config=config,
-            synced_gpus=False,
-        )
-        new = out.sequences[:, ids.shape[1] :]  # (alive, up to round_tokens)
-        done += new.shape[1]
-        # The length is where the sampler stopped, never where the padding begins: pad may be a
-        # stop id itself, or an id that the model can sample.
-        stopped = torch.isin(new, stops)
-        finished = stopped.any(1)
-        length = torch.where(finished, stopped.int().argmax(1) + 1, new.shape[1])
-        for row, tokens, count in zip(alive.tolist(), new.tolist(), length.tolist(), strict=True):
-            rows[row] += tokens[:count]
-        if done >= max_new_tokens:
-            finished = torch.ones_like(finished)
-        keep = (~finished).nonzero().squeeze(1)
-        bar.update(len(alive) - len(keep))
-        alive, ids, cache = alive[keep], out.sequences[keep], out.past_key_values
-        mask = torch.cat([mask[keep], mask.new_ones(len(keep), new.shape[1])], 1)
-        if len(keep) and len(keep) < len(finished):
-            cache.batch_select_indices(keep)
-    return rows
+    options = {"generation_config": config, "custom_generate": decode, "bar": bar}
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+@torch.inference_mode()
+def decode(
+    model: Model,
+    tokens: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    bar: tqdm,
+    **inputs: Any,
+) -> list[list[int]]:
+    """The decoding loop: token by token on a KV cache, with finished rows dropped from it.
+
+    tokens (B, P) long: the prompts; inputs: the attention mask, positions and empty cache that
+    generate has prepared. Returns the response ids of each prompt, stop id included.
+    """
+    rows, longest = len(tokens), generation_config.max_new_tokens
+    stops = torch.tensor(generation_config.eos_token_id, device=tokens.device)
+    said = tokens.new_zeros(rows, longest)
+    # The length is where the sampler stopped, never where padding begins: pad may be a stop id
+    # itself, or an id that the model can sample.
+    length = tokens.new_full((rows,), longest)
+    alive = torch.arange(rows, device=tokens.device)  # (R,) the rows that are still computed
+    for count in range(1, longest + 1):  # count: tokens of every row, this step's included
+        logits = model(input_ids=tokens, **inputs).logits[:, -1].float()  # (R, V)
+        scores = logits_processor(tokens, logits)
+        drawn = draw(scores) if generation_config.do_sample else scores.argmax(-1)
+        said[alive, count - 1] = drawn
+        stopped = torch.where(torch.isin(drawn, stops), count, longest)
+        length[alive] = length[alive].minimum(stopped)
+        tokens, inputs["position_ids"] = drawn[:, None], inputs["position_ids"][:, -1:] + 1
+        if inputs["attention_mask"] is not None:  # None: no prompt is padded
+            mask = inputs["attention_mask"]
+            inputs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        if count % DROP_EVERY == 0 or count == longest:
+            kept = (length[alive] > count).nonzero().squeeze(1)
+            bar.update(len(alive) - len(kept))
+            if not len(kept):
+                break
+            if len(kept) < len(alive):
+                alive, tokens = alive[kept], tokens[kept]
+                inputs["past_key_values"].batch_select_indices(kept)
+                rest = ("position_ids", "attention_mask")
+                inputs |= {k: inputs[k][kept] for k in rest if inputs[k] is not None}
+    return [ids[:count] for ids, count in zip(said.tolist(), length.tolist(), strict=True)]
+
+
+def draw(scores: torch.Tensor) -> torch.Tensor:
+    """One sample of each row of unnormalised log-probabilities (R, V) -> (R,) long.
+
+    Inverts the cumulative distribution, in float64: a rare token's share is not rounded away,
+    and one uniform number a row is cheaper than the one a word that torch.multinomial draws.
+    """
+    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+    uniform = torch.rand_like(cumulative[:, :1])
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
 
 
 def generate_paged(
-    model: Model,
-    prompts: list[list[int]],
-    config: GenerationConfig,
-    max_new_tokens: int,
-    bar: tqdm,
+    model: Model, prompts: list[list[int]], config: GenerationConfig, bar: tqdm
 ) -> list[list[int]]:
     """The same through continuous batching: a paged cache sized to the free memory, CUDA graphs."""
-    config.max_new_tokens = max_new_tokens
     outputs = list(model.generate_batch(prompts, generation_config=config).values())
     failed = [output.error for output in outputs if output.error is not None]
     if failed or len(outputs) != len(prompts):
-        raise RuntimeError(f"continuous batching lost responses; --engine rounds works: {failed}")
+        raise RuntimeError(f"continuous batching lost responses; --engine generate works: {failed}")
     bar.update(len(prompts))
     return [list(output.generated_tokens) for output in outputs]
 

@@ -83,8 +83,8 @@ class Config:
     seed: int = flag(0, "of the data order and the sampling")
     # memory and files
     rollout_batch_size: int = flag(256, "sequences decoded at a time, on each rank")
-    engine: Literal["rounds", "paged"] = flag(
-        "rounds", "generate with finished rows dropped, or continuous batching"
+    engine: Literal["generate", "paged"] = flag(
+        "generate", "transformers' generate or its continuous batching"
     )
     tokens_per_micro_batch: int = flag(16384, "rows times longest row, on each rank")
     gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")

@@ -388,7 +388,7 @@ def rollouts(quick: bool) -> list[dict]:
     def twin():
         said["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest)]
 
-    for engine in ("rounds", "paged") if large else ("rounds",):
+    for engine in ("generate", "paged") if large else ("generate",):
         timed = functools.partial(seconds, functools.partial(ours, engine))
         faster = in_turn(lambda t=timed: taken.append(t()), twin, 2 if quick or large else 5)
         if not large and not said["ours"] == said["twin"] == lengths:

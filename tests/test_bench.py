@@ -120,8 +120,7 @@ def test_both_rollouts_obey_the_schedule_and_sample_the_words(model):
     prompts = torch.randint(2, 1024, (6, 16)).tolist()
     bench.schedule(model, lengths, prompt_width=16)
     tokenizer = bench.word_tokenizer(1024)
-    options = {"max_new_tokens": 40, "round_tokens": 8}
-    ours = [r.ids for r in rollout.sample(model, tokenizer, prompts, **options)]
+    ours = [r.ids for r in rollout.sample(model, tokenizer, prompts, max_new_tokens=40)]
     for rows in (ours, bench.plain_sample(model, prompts, 40)):
         assert [len(ids) for ids in rows] == lengths
         assert all(ids[-1] == bench.EOS and bench.EOS not in ids[:-1] for ids in rows)

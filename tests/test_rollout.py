@@ -172,7 +172,7 @@ def small_cache(model):
     return model
 
 
-@pytest.mark.parametrize("engine", ["rounds", "paged"])
+@pytest.mark.parametrize("engine", ["generate", "paged"])
 def test_rollouts_follow_the_full_softmax(random_model, tokenizer, engine):
     """8,000 first and second tokens; the same draws behind a top-k of 50 are far outside."""
     model = small_cache(random_model(spread=0.3))
@@ -200,6 +200,37 @@ def test_rollouts_follow_the_full_softmax(random_model, tokenizer, engine):
     assert chi_square(leaked, n * p) > 20
 
 
+@pytest.mark.parametrize("engine", ["generate", "paged"])
+def test_temperature_and_top_p_shape_the_softmax(random_model, tokenizer, engine):
+    """The nucleus by hand: the likeliest tokens until 0.9 of the sharpened softmax is reached."""
+    model, prompt, n = small_cache(random_model(spread=0.3)), [5, 9, 11, 40], 8000
+    settings = {"max_new_tokens": 1, "engine": engine, "temperature": 0.7, "top_p": 0.9}
+    responses = sample(model, tokenizer, [prompt] * n, batch_size=4000, **settings)
+    with torch.no_grad():
+        p = (model(torch.tensor([prompt])).logits[0, -1].double() / 0.7).softmax(-1)
+    order, total = p.argsort(descending=True).tolist(), 0.0
+    nucleus = torch.zeros_like(p)
+    for token in order:
+        if total < 0.9:
+            nucleus[token] = p[token]
+        total += float(p[token])
+    assert 5 < (nucleus > 0).sum() < 80
+    first = torch.tensor([r.ids[0] for r in responses])
+    assert abs(chi_square(first, n * nucleus / nucleus.sum())) < 5
+
+
+def test_draw_inverts_the_cumulative_distribution(monkeypatch):
+    """A uniform number amid a token's interval draws that token, be it one of 150,000."""
+    scores = 3 * torch.randn(150_000, generator=torch.Generator().manual_seed(0))
+    scores[0] = -math.inf
+    p = scores.double().softmax(-1)
+    wanted = torch.tensor([1, *range(999, 150_000, 6000), 149_999])
+    uniform = p.cumsum(0)[wanted] - p[wanted] / 2
+    uniform[0] = 0.0  # the first token that has a probability, not the first of all
+    monkeypatch.setattr(torch, "rand_like", lambda like: uniform[:, None].to(like))
+    assert torch.equal(rollout.draw(scores.expand(len(wanted), -1)), wanted)
+
+
 def test_a_leaking_processor_is_refused(random_model, tokenizer, monkeypatch):
     real = rollout.GenerationConfig
     monkeypatch.setattr(rollout, "GenerationConfig", lambda **k: real(**{**k, "top_k": 50}))
@@ -208,26 +239,27 @@ def test_a_leaking_processor_is_refused(random_model, tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "engine, round_tokens", [*(("rounds", n) for n in (1, 2, 7, 16, 1000)), ("paged", 16)]
+    "engine, every", [*(("generate", n) for n in (1, 2, 7, 16, 1000)), ("paged", 8)]
 )
-def test_engines_equal_one_uninterrupted_generate(tiny, tokenizer, engine, round_tokens):
+def test_engines_equal_one_plain_generate(tiny, tokenizer, monkeypatch, engine, every):
     """Greedy, prompts of several lengths, rows that end at different times."""
     texts = [f"Q: {'+'.join(str(3 * j + i) for j in range(1 + i % 4))}-1=?" for i in range(9)]
     prompts = [encode_prompt(tokenizer, text, "") for text in texts]
-    settings = {"max_new_tokens": 50, "temperature": 0.0, "engine": engine}
+    settings = {"max_new_tokens": 29, "temperature": 0.0, "engine": engine}
+    monkeypatch.setattr(rollout, "DROP_EVERY", every)
     small_cache(tiny)
-    responses = sample(tiny, tokenizer, prompts, round_tokens=round_tokens, **settings)
-    assert len({len(r.ids) for r in responses}) > 2
+    responses = sample(tiny, tokenizer, prompts, **settings)
+    assert len({len(r.ids) for r in responses}) > 2 and any(r.truncated for r in responses)
     for prompt, r in zip(prompts, responses):
         out = tiny.generate(
             torch.tensor([prompt]),
             do_sample=False,
-            max_new_tokens=50,
+            max_new_tokens=29,
             eos_token_id=stop_ids(tiny, tokenizer),
             pad_token_id=tokenizer.pad_token_id,
         )
         assert out[0, len(prompt) :].tolist() == r.ids
-        assert r.truncated == (len(r.ids) == 50 and r.ids[-1] != tokenizer.eos_token_id)
+        assert r.truncated == (len(r.ids) == 29 and r.ids[-1] != tokenizer.eos_token_id)
         assert r.text == tokenizer.decode(r.ids, skip_special_tokens=True)
 
 
