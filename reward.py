@@ -114,14 +114,13 @@ def _repeating(match: re.Match) -> str:
 # (text without which the rule has nothing to do, pattern, replacement), applied in order.
 _RULES = [
     ("\\", r"\\\$|(?<!\\)\\[()\[\]]|\\(?:displaystyle|angle)(?![A-Za-z])", " "),  # money, \( \)
-    (",", r"\$\s*,\s*\$", ", "),  # "$64$,$125$" is a list, "64,125" may be a number
     ("$", r"\$", " "),
     ("\\", r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
     ("_", r"_\s*\{?\s*" + _TEXT + r"\s*\}?", r"_{\1}"),
     ("\\op", r"\\operatorname\s*\{\s*([A-Za-z]+)\s*\}", r"\\\1 "),
     ("\\mathrm", r"\\mathrm\s*\{\s*([eid])\s*\}", r" \1 "),
     ("\\", r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}", ","),
-    ("\\", r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat|bar)(?![A-Za-z])", " "),
+    ("\\", r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat)(?![A-Za-z])", " "),
     ("{", _TEXT, None),  # see _clean
     ("\\", r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![A-Za-z])", "°"),
     ("\\prime", r"\^\s*\{?\s*\\prime\s*\}?", "'"),
@@ -130,7 +129,6 @@ _RULES = [
     ("", r"(?<=\d)(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*(?=\d{3}(?!\d))", ""),  # thousands: 1{,}234
     ("\\", r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])", " "),
     ("\\over", r"(\d*)\.(\d*)\\over(?:line|bar)\s*\{(\d+)\}", _repeating),
-    ("\\over", r"\\overline(?![A-Za-z])", " "),
     ("\\", r"\\(?:cdot|times|ast)(?![A-Za-z])", "*"),
     ("x", r"(?<=\d)\s*x\s*(?=10\s*\^)", "*"),
     ("**", r"\*\*", "^"),
@@ -139,7 +137,6 @@ _RULES = [
     ("\\", r"\\[dtc](frac|binom)", r"\\\1"),
     ("\\", r"(\\frac|\\binom)\s*(\d)", r"\1{\2}"),
     ("\\", r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-    ("\\sqrt", r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
     ("\\frac", r"(?<![\d.^_}/*])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),  # mixed
     ("/", r"(?<![\d.^_}/*])(\d+) +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)"),
     ("U", r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup "),

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -410,15 +411,79 @@ def first_word_is_even(text: str) -> float:
     return 1.0 if int(text.split()[0][1:]) % 2 == 0 else -1.0
 
 
+class Turns:
+    """After four of TRL's optimiser steps one of our steps: in turn, in one process.
+
+    Of each turn, `ratios` holds TRL's time over ours, `peaks` the bytes of both beyond weights,
+    optimiser states and the gradients of one model.
+    """
+
+    def __init__(self, ours: Callable, peer: torch.nn.Module):
+        self.ours, self.peer, self.ratios, self.peaks = ours, peer, [], []
+
+    def restart(self) -> None:
+        self.resident = torch.cuda.memory_allocated() if CUDA else 0
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        self.start = clock()
+
+    def peak(self) -> int:
+        gradients = sum(4 * p.numel() for p in self.peer.parameters())
+        return torch.cuda.max_memory_allocated() - self.resident - gradients if CUDA else 0
+
+    def after_step(self, number: int) -> None:
+        if number % 4 == 0:
+            trl_seconds, trl_peak = clock() - self.start, self.peak()
+            self.restart()
+            self.ratios.append(trl_seconds / seconds(self.ours))
+            self.peaks.append((self.peak(), trl_peak))
+            self.restart()
+
+
+def train_with_trl(
+    model, tokenizer, texts: list[str], reward: Callable, turns: Turns, rows: int, options: dict
+) -> None:
+    """TRL's GRPOTrainer on batches of 8 x 8 responses, in micro-batches of `rows`."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class InTurn(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            turns.restart()
+
+        def on_step_end(self, _args, state, *_, **__):
+            turns.after_step(state.global_step)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=16 // rows,
+            steps_per_generation=64 // rows,
+            num_generations=8,
+            loss_type="dapo",
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            lr_scheduler_type="constant",
+            use_cpu=not CUDA,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+            **options,
+        )
+        data = Dataset.from_list([{"prompt": text} for text in texts])
+        host = {"processing_class": tokenizer, "callbacks": [InTurn()]}
+        GRPOTrainer(model, reward, args, data, **host).train()
+
+
 def step(quick: bool) -> list[dict]:
     """A rollout batch of 8 x 8 responses and its four optimiser steps, statistics pass included."""
     if importlib.util.find_spec("trl") is None:
         print("step: trl is not installed (pip install trl): left out")
         return []
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
     large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
     longest = 1024 if large else 40 if quick else 256
     lengths = log_normal_lengths(64, 15 if quick else 79, longest)
@@ -460,76 +525,23 @@ def step(quick: bool) -> list[dict]:
         tokens["trl"].append(sum(map(len, completion_ids)))
         return [first_word_is_even(text) for text in completions]
 
-    class InTurn(TrainerCallback):
-        """After four of TRL's optimiser steps, one of our steps: in turn, in one process."""
-
-        def __init__(self):
-            self.start, self.ratios, self.peaks = None, [], []
-
-        def on_train_begin(self, *_, **__):
-            self.restart()
-
-        def restart(self):
-            self.resident = torch.cuda.memory_allocated() if CUDA else 0
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            self.start = clock()
-
-        def peak(self) -> int:
-            """Bytes beyond weights, optimiser states and the gradients of one model."""
-            gradients = sum(4 * p.numel() for p in peer.parameters())
-            return torch.cuda.max_memory_allocated() - self.resident - gradients if CUDA else 0
-
-        def on_step_end(self, _args, state, *_, **__):
-            if state.global_step % 4 == 0:
-                trl_seconds, trl_peak = clock() - self.start, self.peak()
-                self.restart()
-                our_seconds = seconds(ours)
-                self.ratios.append(trl_seconds / our_seconds)
-                self.peaks.append((self.peak(), trl_peak))
-                self.restart()
-
     rows = 2 if large else 16  # of a micro-batch; a mini-batch is 16 responses
-    with tempfile.TemporaryDirectory() as folder:
-        args = GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=16 // rows,
-            steps_per_generation=64 // rows,
-            num_generations=8,
-            max_completion_length=longest,
-            max_steps=4 * (repeats + 1),
-            loss_type="dapo",
-            beta=0.0,
-            epsilon=0.2,
-            epsilon_high=0.28,
-            learning_rate=cfg.lr,
-            weight_decay=cfg.weight_decay,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=large,
-            bf16=large,
-            use_cpu=not CUDA,
-            report_to="none",
-            logging_strategy="no",
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        in_turns = InTurn()
-        data = Dataset.from_list([{"prompt": text} for text in texts])
-        options = {"processing_class": tokenizer, "callbacks": [in_turns]}
-        trainer = GRPOTrainer(peer, reward, args, data, **options)
-        real, stapo.math_reward = stapo.math_reward, lambda text, _: first_word_is_even(text)
-        try:
-            trainer.train()
-        finally:
-            stapo.math_reward = real
+    options = {"max_completion_length": longest, "max_steps": 4 * (repeats + 1), "bf16": large}
+    options |= {"learning_rate": cfg.lr, "weight_decay": cfg.weight_decay}
+    options |= {"gradient_checkpointing": large}
+    turns = Turns(ours, peer)
+    real, stapo.math_reward = stapo.math_reward, lambda text, _: first_word_is_even(text)
+    try:
+        train_with_trl(peer, tokenizer, texts, reward, turns, rows, options)
+    finally:
+        stapo.math_reward = real
     if not large and set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
         raise RuntimeError(f"the two trainers did not do the same work: {tokens}")
-    faster = statistics.median(in_turns.ratios[1:])  # the first pair warms up
+    faster = statistics.median(turns.ratios[1:])  # the first pair warms up
     what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
     table = [row(what, faster, least=2.5 if large else 2)]
     if large:
-        our_peak, trl_peak = in_turns.peaks[-1]
+        our_peak, trl_peak = turns.peaks[-1]
         what = "step: peak beyond weights, gradients and optimiser, ours / TRL's"
         table.append(row(what, our_peak / trl_peak, most=0.5))
     return table

@@ -75,6 +75,18 @@ f(x)=x, f(x)=-x               | f(x) = -x,f(x) = x
 \text{(C)}                    | C
 \text{No}                     | no
 \lambda_{\text {red}}         | \lambda_{red}
+$64$,$125$                    | 125, 64
+\operatorname{sin} 2x         | 2 \sin x \cos x
+\mathrm{e}^{2}                | e^2
+\mathbf{v} + \vec{a} t        | v + a t
+2**10                         | 1024
+\frac{1}26                    | 3
+\sqrt12                       | 2\sqrt3
+(-\infty,1)U(2,3]             | (-\infty, 1) \cup (2, 3]
+1, 2, and 3                   | 3, 1, 2
+2 + 3 = 5                     | 5
+\dot{x}_{0} t + x_{0}         | x_0 + t \dot{x}_0
+m l \ddot{\theta}_1 - f       | -f + l m \ddot{\theta}_{1}
 """
 DIFFERENT = r"""
 1.5          | 1.50001
@@ -101,6 +113,9 @@ NaN          | 1
 10^{100}     | 10^{100}+1
 2^{10}       | 2^{1}0
 \lfloor n/2\rfloor | n/2
+\bar{z}      | z
+\overline{z} | z
+\dot{x}      | x
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
 """
