@@ -487,31 +487,28 @@ def step(quick: bool) -> list[dict]:
     large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
     longest = 1024 if large else 40 if quick else 256
     lengths = log_normal_lengths(64, 15 if quick else 79, longest)
-    shape = QWEN3["1.7B"] if large else {}
-    mine, peer = random_model(quick, **shape), random_model(quick, **shape)
+    mine, peer = pair = [random_model(quick, **(QWEN3["1.7B"] if large else {})) for _ in "ab"]
     tokenizer = word_tokenizer(mine.config.vocab_size)
     if large:
         distributed.shard(mine, ranks())  # this is what makes the compute bfloat16
-        for model in (mine, peer):
+    for model in pair:
+        if large:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        for model in (mine, peer):
+        else:
             schedule(model, lengths, prompt_width=16)
     prompts = torch.randint(2, mine.config.vocab_size, (8, 16)).tolist()
     texts = [" ".join(f"w{i}" for i in ids) for ids in prompts]
-    problems = [
-        {"problem": text, "answer": "", "prompt_ids": ids}
-        for text, ids in zip(texts, prompts, strict=True)
-    ]
+    pairs = zip(texts, prompts, strict=True)
+    problems = [{"problem": text, "answer": "", "prompt_ids": ids} for text, ids in pairs]
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
     cfg.tokens_per_micro_batch = 16384 if large else 2 * (longest + 16)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=cfg.lr, fused=CUDA)
-    steps, tokens = [], {"ours": [], "trl": []}
+    tokens = {"ours": [], "trl": []}  # of each step
 
     def ours():
         """What stapo.train does in a step."""
-        steps.append(len(steps) + 1)
-        mini_batches = stapo.collect(mine, tokenizer, problems, steps[-1], cfg, ranks())
+        number = len(tokens["ours"]) + 1
+        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg, ranks())
         for number, mini_batch in enumerate(mini_batches):
             if number > 0:
                 stapo.refresh_stats(mine, mini_batch, cfg, PAD)
@@ -540,11 +537,9 @@ def step(quick: bool) -> list[dict]:
     faster = statistics.median(turns.ratios[1:])  # the first pair warms up
     what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
     table = [row(what, faster, least=2.5 if large else 2)]
-    if large:
-        our_peak, trl_peak = turns.peaks[-1]
-        what = "step: peak beyond weights, gradients and optimiser, ours / TRL's"
-        table.append(row(what, our_peak / trl_peak, most=0.5))
-    return table
+    our_peak, trl_peak = turns.peaks[-1]
+    what = "step: peak beyond weights, gradients and optimiser, ours / TRL's"
+    return table + ([row(what, our_peak / trl_peak, most=0.5)] if large else [])
 
 
 @functools.cache

@@ -179,6 +179,29 @@ EDITS = [
 ]
 
 
+def interval_spellings(bare: str) -> list[str]:
+    """Both signs of a plus-minus written out; intervals as inequalities."""
+    out = []
+    if m := re.fullmatch(r"([^{}]*?) ?\\pm ?(.*)", bare):
+        out += [f"{m[1]} - {m[2]}, {m[1]} + {m[2]}", f"{m[1]}+{m[2]} \\text{{ and }} {m[1]}-{m[2]}"]
+    if m := re.fullmatch(r"(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]", bare):
+        out += [
+            rf"{m[1]} \le x \le {m[2]}",
+            rf"x \in \left[{m[1]}, {m[2]}\right]",
+            f"[{m[1]},{m[2]}]",
+        ]
+    if m := re.fullmatch(r"\(([^,]+), ?\\infty\)", bare):
+        out += [f"x > {m[1]}", f"{m[1]} < x"]
+    return out
+
+
+def list_spellings(items: list[str], rng: random.Random) -> list[str]:
+    shuffled = rng.sample(items, len(items))
+    separated = [", ".join(items), ", ".join(shuffled), ",".join(reversed(items))]
+    separated += [" and ".join(items), r"\text{ or }".join(shuffled), "; ".join(items)]
+    return [*separated, r"\{" + ", ".join(items) + r"\}", "$" + "$, $".join(items) + "$"]
+
+
 def right_spellings(gold: str, rng: random.Random) -> list[str]:
     """Distinct strings with the value of `gold`, as a model may write them."""
     bare = gold.strip().strip("$").strip() if gold.count("$") == 2 else gold.strip()
@@ -216,15 +239,7 @@ def right_spellings(gold: str, rng: random.Random) -> list[str]:
         ]
     items = [x.strip(", ") for x in split_top(bare, ",")]
     if len(items) > 1 and "$" not in bare and not separated:
-        shuffled = rng.sample(items, len(items))
-        out += [
-            ", ".join(items),
-            ", ".join(shuffled),
-            ",".join(reversed(items)),
-            " and ".join(items),
-        ]
-        out += [r"\{" + ", ".join(items) + r"\}", r"\text{ or }".join(shuffled), "; ".join(items)]
-        out.append("$" + "$, $".join(items) + "$")
+        out += list_spellings(items, rng)
     sides = split_top(bare, "=")
     if len(sides) == 2 and len(items) == 1:
         left, right = sides[0].strip(), sides[1].lstrip("= ")
@@ -234,30 +249,14 @@ def right_spellings(gold: str, rng: random.Random) -> list[str]:
     if scalar and not re.search(
         r",|\\in|\\cup|matrix|\\pm|\\ge|\d_|\de-?\d|%|circ|\$|[\[\]]", bare
     ):
-        out += [
-            rf"\frac{{2({bare})}}{{2}}",
-            f"({bare})",
-            rf"\left({bare}\right) \cdot 1",
-            f"x = {bare}",
-            rf"{bare} \text{{ cm}}",
-        ]
+        out += [rf"\frac{{2({bare})}}{{2}}", f"({bare})", rf"\left({bare}\right) \cdot 1"]
+        out += [f"x = {bare}", rf"{bare} \text{{ cm}}"]
         terms = split_top(bare, "+-")
         if len(terms) > 1 and all(t.strip(" +-") for t in terms):
             rest = [t if t.strip()[0] in "+-" else f"+{t}" for t in terms]
-            out += [
-                "".join(rng.sample(rest, len(rest))).lstrip("+"),
-                "".join(reversed(rest)).strip("+ "),
-            ]
-    if m := re.fullmatch(r"([^{}]*?) ?\\pm ?(.*)", bare):
-        out += [f"{m[1]} - {m[2]}, {m[1]} + {m[2]}", f"{m[1]}+{m[2]} \\text{{ and }} {m[1]}-{m[2]}"]
-    if m := re.fullmatch(r"(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]", bare):
-        out += [
-            rf"{m[1]} \le x \le {m[2]}",
-            rf"x \in \left[{m[1]}, {m[2]}\right]",
-            f"[{m[1]},{m[2]}]",
-        ]
-    if m := re.fullmatch(r"\(([^,]+), ?\\infty\)", bare):
-        out += [f"x > {m[1]}", f"{m[1]} < x"]
+            shuffled, turned = rng.sample(rest, len(rest)), reversed(rest)
+            out += ["".join(shuffled).lstrip("+"), "".join(turned).strip("+ ")]
+    out += interval_spellings(bare)
     if re.fullmatch(r"(?:\\text\{)?[A-Za-z]{4,}\}?", bare):
         out += [bare.lower(), bare.capitalize() if bare[0] != "\\" else bare]
     return list(dict.fromkeys(x for x in out if x.strip()))

@@ -65,10 +65,31 @@ def test_micro_batches_of_one_response_are_another_objective():
     assert (round(float(whole), 3), round(mean, 3)) == (-0.173, 0.029)
 
 
+def trl_config(folder):
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=40,
+        max_steps=2,
+        learning_rate=1e-4,
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        loss_type="dapo",
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+
 @needs("trl")
 def test_trl_example_trains_and_equals_trls_losses(tmp_path):
     from datasets import Dataset
-    from trl import GRPOConfig
 
     namespace: dict = {}
     exec(example("trl"), namespace)
@@ -108,23 +129,7 @@ def test_trl_example_trains_and_equals_trls_losses(tmp_path):
         model=str(TINY),
         reward_funcs=lambda completions, **_: [float("7" in text) for text in completions],
         train_dataset=Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows]),
-        args=GRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=40,
-            max_steps=2,
-            learning_rate=1e-4,
-            beta=0.0,
-            epsilon=0.2,
-            epsilon_high=0.28,
-            loss_type="dapo",
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
+        args=trl_config(tmp_path),
     )
     before = [p.clone() for p in trainer.model.parameters()]
     trainer.train()

@@ -32,6 +32,48 @@ def row_stats(model, e):
     return logp, -(logits.exp() * logits).sum(1).detach()
 
 
+def replay_update(model, reference, optimizer, episodes, old, cfg: Config) -> list[float]:
+    """One optimiser step on a mini-batch, and the sums behind its metrics."""
+    rewards = [e.reward for e in episodes]
+    groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
+    means = [statistics.mean(g) for g in groups for _ in g]
+    stds = [statistics.stdev(g) or 1.0 for g in groups for _ in g]
+    advantages = [(r - m) / s for r, m, s in zip(rewards, means, stds)]
+    lengths = [len(e.response.ids) for e in episodes]
+    logp, entropy = map(torch.cat, zip(*(row_stats(model, e) for e in episodes)))
+    each = torch.tensor(lengths)
+    a = torch.tensor(advantages).double().repeat_interleave(each)
+    rho = (logp - torch.cat([old[id(e)] for e in episodes])).exp()
+    high = 1.2 if cfg.method == "grpo" else 1.28
+    objective = torch.minimum(rho * a, rho.clamp(0.8, high) * a)
+    candidates = (a > 0) & (logp.exp() < cfg.tau_p)
+    silenced, forwarded = torch.zeros_like(candidates), a != 0
+    if cfg.method == "stapo":
+        among = entropy if cfg.quantile_over == "all" else entropy[candidates]
+        tau_h = among.quantile(cfg.q) if len(among) else -math.inf
+        silenced = candidates & (entropy < tau_h)
+        loss = -objective[~silenced].sum() / (~silenced).sum()
+    elif cfg.method == "20-entropy":
+        loss = -objective[entropy >= entropy.quantile(0.8)].sum() / len(a)
+    elif cfg.method == "grpo":
+        with torch.no_grad():
+            log_r = torch.cat([row_stats(reference, e)[0] for e in episodes])
+        log_r = log_r - logp
+        objective = objective - cfg.beta * (log_r.exp() - log_r - 1)
+        loss = -sum(o.mean() for o in objective.split(lengths)) / len(episodes)
+        forwarded = torch.ones_like(forwarded)
+    optimizer.zero_grad()
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    for p in model.parameters():
+        p.grad *= min(1.0, cfg.grad_clip / max(norm, 1e-9))
+    optimizer.step()
+    sums = [len(a), candidates.sum() if cfg.method == "stapo" else 0, silenced.sum()]
+    sums += [((a < 0) & (rho < 0.8)).sum(), ((a > 0) & (rho > high)).sum()]
+    sums += [forwarded.sum(), rho[forwarded].sum().detach(), loss.detach(), norm]
+    return [float(x) for x in sums]
+
+
 def replay(collected, cfg: Config):
     """The weights and metrics that the paper's algorithm gives on the responses of a run."""
     model, reference = (AutoModelForCausalLM.from_pretrained(TINY) for _ in range(2))
@@ -41,46 +83,10 @@ def replay(collected, cfg: Config):
         with torch.no_grad():
             old = {id(e): row_stats(model, e)[0] for batch in mini_batches for e in batch}
         optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / cfg.warmup_steps)
-        totals = []
-        for episodes in mini_batches:
-            rewards = [e.reward for e in episodes]
-            groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
-            means = [statistics.mean(g) for g in groups for _ in g]
-            stds = [statistics.stdev(g) or 1.0 for g in groups for _ in g]
-            advantages = [(r - m) / s for r, m, s in zip(rewards, means, stds)]
-            lengths = [len(e.response.ids) for e in episodes]
-            logp, entropy = map(torch.cat, zip(*(row_stats(model, e) for e in episodes)))
-            each = torch.tensor(lengths)
-            a = torch.tensor(advantages).double().repeat_interleave(each)
-            rho = (logp - torch.cat([old[id(e)] for e in episodes])).exp()
-            high = 1.2 if cfg.method == "grpo" else 1.28
-            objective = torch.minimum(rho * a, rho.clamp(0.8, high) * a)
-            candidates = (a > 0) & (logp.exp() < cfg.tau_p)
-            silenced, forwarded = torch.zeros_like(candidates), a != 0
-            if cfg.method == "stapo":
-                among = entropy if cfg.quantile_over == "all" else entropy[candidates]
-                tau_h = among.quantile(cfg.q) if len(among) else -math.inf
-                silenced = candidates & (entropy < tau_h)
-                loss = -objective[~silenced].sum() / (~silenced).sum()
-            elif cfg.method == "20-entropy":
-                loss = -objective[entropy >= entropy.quantile(0.8)].sum() / len(a)
-            elif cfg.method == "grpo":
-                with torch.no_grad():
-                    log_r = torch.cat([row_stats(reference, e)[0] for e in episodes])
-                log_r = log_r - logp
-                objective = objective - cfg.beta * (log_r.exp() - log_r - 1)
-                loss = -sum(o.mean() for o in objective.split(lengths)) / len(episodes)
-                forwarded = torch.ones_like(forwarded)
-            optimizer.zero_grad()
-            loss.backward()
-            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
-            for p in model.parameters():
-                p.grad *= min(1.0, cfg.grad_clip / max(norm, 1e-9))
-            optimizer.step()
-            sums = [len(a), candidates.sum() if cfg.method == "stapo" else 0, silenced.sum()]
-            sums += [((a < 0) & (rho < 0.8)).sum(), ((a > 0) & (rho > high)).sum()]
-            sums += [forwarded.sum(), rho[forwarded].sum().detach(), loss.detach(), norm]
-            totals.append([float(x) for x in sums])
+        totals = [
+            replay_update(model, reference, optimizer, episodes, old, cfg)
+            for episodes in mini_batches
+        ]
         tokens, n_candidates, n_silenced, low, up, n_forwarded, ratios, loss, norm = (
             sum(column) for column in zip(*totals)
         )
