@@ -198,23 +198,20 @@ def sample(
     """
     torch.manual_seed(seed)
     stops = stop_ids(model, tokenizer)
-    responses = []
+    rows: list[list[int]] = []
     bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
     options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     with bar, sampling_config(model, tokenizer, stops, **options) as config:
         longest = max(map(len, prompts), default=0) + max_new_tokens
         batch_size = rows_that_fit(model, longest, batch_size)
+        run = generate_paged if engine == "paged" else generate
         for start in range(0, len(prompts), batch_size):
-            chunk = prompts[start : start + batch_size]
-            decode_chunk = generate_paged if engine == "paged" else generate
-            rows = decode_chunk(model, chunk, config, bar)
-            for prompt_ids, ids in zip(chunk, rows, strict=True):
-                # A head may be wider than the vocabulary (Qwen3: 151,936); such ids have no text.
-                text = tokenizer.decode(
-                    [i for i in ids if i < len(tokenizer)], skip_special_tokens=True
-                )
-                responses.append(Response(prompt_ids, ids, ids[-1] not in stops, text))
-    return responses
+            rows += run(model, prompts[start : start + batch_size], config, bar)
+    # A head may be wider than the vocabulary (Qwen3: 151,936); such ids have no text.
+    known = [[i for i in ids if i < len(tokenizer)] for ids in rows]
+    texts = tokenizer.batch_decode(known, skip_special_tokens=True)
+    said = zip(prompts, rows, texts, strict=True)
+    return [Response(prompt, ids, ids[-1] not in stops, text) for prompt, ids, text in said]
 
 
 def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
@@ -300,6 +297,7 @@ def decode(
     generate has prepared. Returns the response ids of each prompt, stop id included.
     """
     rows, longest = len(tokens), generation_config.max_new_tokens
+    mask, positions = inputs.pop("attention_mask"), inputs.pop("position_ids")
     stops = torch.tensor(generation_config.eos_token_id, device=tokens.device)
     said = tokens.new_zeros(rows, longest)
     # The length is where the sampler stopped, never where padding begins: pad may be a stop id
@@ -307,26 +305,24 @@ def decode(
     length = tokens.new_full((rows,), longest)
     alive = torch.arange(rows, device=tokens.device)  # (R,) the rows that are still computed
     for count in range(1, longest + 1):  # count: tokens of every row, this step's included
-        logits = model(input_ids=tokens, **inputs).logits[:, -1].float()  # (R, V)
-        scores = logits_processor(tokens, logits)
+        out = model(input_ids=tokens, attention_mask=mask, position_ids=positions, **inputs)
+        scores = logits_processor(tokens, out.logits[:, -1].float())  # (R, V)
         drawn = draw(scores) if generation_config.do_sample else scores.argmax(-1)
         said[alive, count - 1] = drawn
         stopped = torch.where(torch.isin(drawn, stops), count, longest)
         length[alive] = length[alive].minimum(stopped)
-        tokens, inputs["position_ids"] = drawn[:, None], inputs["position_ids"][:, -1:] + 1
-        if inputs["attention_mask"] is not None:  # None: no prompt is padded
-            mask = inputs["attention_mask"]
-            inputs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        tokens, positions = drawn[:, None], positions[:, -1:] + 1
+        if mask is not None:  # None: no prompt is padded
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         if count % DROP_EVERY == 0 or count == longest:
             kept = (length[alive] > count).nonzero().squeeze(1)
             bar.update(len(alive) - len(kept))
             if not len(kept):
                 break
             if len(kept) < len(alive):
-                alive, tokens = alive[kept], tokens[kept]
+                alive, tokens, positions = alive[kept], tokens[kept], positions[kept]
+                mask = None if mask is None else mask[kept]
                 inputs["past_key_values"].batch_select_indices(kept)
-                rest = ("position_ids", "attention_mask")
-                inputs |= {k: inputs[k][kept] for k in rest if inputs[k] is not None}
     return [ids[:count] for ids, count in zip(said.tolist(), length.tolist(), strict=True)]
 
 

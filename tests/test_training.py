@@ -298,16 +298,42 @@ def test_methods_end_to_end(tmp_path, method):
 def test_lr_zero_measures_and_leaves_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.optim, "AdamW", None)
     monkeypatch.setattr(torch.Tensor, "backward", None)
-    lines = run(tmp_path / "run", "--lr 0 --dump_every 1")
+    lines = run(tmp_path / "run", "--lr 0")
     assert lines[0]["loss"] is None and lines[0]["entropy"] > 0
     assert "tokens are spurious" in capsys.readouterr().out
+
+
+def test_a_dump_is_what_a_plain_forward_gives(tmp_path, tiny, tokenizer):
+    line = run(tmp_path / "run", "--steps 1 --dump_every 1 --tau_p 0.5")[0]
     dump = json.loads((tmp_path / "run/dumps/step_000001.json").read_text())
-    tokens = dump["tokens"]
+    tokens, frequent = dump["tokens"], dump["frequent"]
+    low = [p < 0.5 for p in tokens["p"]]
     assert sum(tokens["weight"]) == pytest.approx(dump["positive_tokens"])
-    assert dump["all_tokens"] == lines[0]["tokens"] and min(tokens["advantage"]) > 0
-    assert sum(tokens["silenced"]) == lines[0]["silenced"]
-    for case in dump["cases"]:
-        assert case["p"] < 0.002 and len(case["top"]) == 5 and case["top"][0][1] > case["p"]
+    assert dump["all_tokens"] == line["tokens"] and min(tokens["advantage"]) > 0
+    assert sum(tokens["silenced"]) == sum(frequent["spurious"].values()) > 5
+    assert sum(low) == sum(map(sum, (kind.values() for kind in frequent.values())))
+    assert len(dump["cases"]) == sum(low) > 15
+    for case in dump["cases"]:  # shorter than the 200 characters that are kept
+        ids, token = (tokenizer(case[key]).input_ids for key in ("context", "token"))
+        with torch.no_grad():
+            p = tiny(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
+        assert case["p"] == pytest.approx(float(p[token[0]]), rel=1e-3) and case["p"] < 0.5
+        assert case["entropy"] == pytest.approx(-float(p @ p.log()), rel=1e-3)
+        top = [[tokenizer.decode([i]), pytest.approx(float(p[i]), rel=1e-3)] for i in p.topk(5)[1]]
+        assert case["top"] == top and case["context"].startswith(case["problem"])
+        place = min(range(len(low)), key=lambda i: abs(tokens["p"][i] - case["p"]))
+        assert tokens["silenced"][place] == case["silenced"]
+
+
+def test_a_bounded_dump_stands_for_all_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(stapo, "DUMPED_TOKENS", 20)
+    run(tmp_path / "run", "--steps 1 --dump_every 1 --tau_p 0.5")
+    dump = json.loads((tmp_path / "run/dumps/step_000001.json").read_text())
+    p, weight = dump["tokens"]["p"], dump["tokens"]["weight"]
+    low = [w for x, w in zip(p, weight) if x < 0.5]
+    assert len(p) == 20 and len(low) == 10 and min(weight) > 1
+    assert sum(weight) == pytest.approx(dump["positive_tokens"])
+    assert sum(low) == pytest.approx(sum(sum(k.values()) for k in dump["frequent"].values()))
 
 
 def test_memory_stays_flat_over_200_steps(tmp_path):
