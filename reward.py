@@ -17,6 +17,7 @@ Right answers that are still refused:
 - fewer digits than the gold answer has, 41 for 41.8, and another unit, 1 m for 100 cm;
 - a bare one-letter unit outside \text or \mathrm, "5 m" for 5: it reads as a variable;
 - integers with spaced separators, 11, 111, 100: they read as a list;
+- a bar that is mere notation, AB for \overline{AB}: over z it is the conjugate;
 - sums, integrals, set builders, piecewise functions, and paraphrases of text answers;
 - numbers beyond about 10^300 that are irrational, and rational ones beyond 4,096 bits.
 Units are dropped, not compared: 15 cm^3 counts for 15 cm^2.
