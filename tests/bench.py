@@ -414,8 +414,8 @@ def first_word_is_even(text: str) -> float:
 class Turns:
     """After four of TRL's optimiser steps one of our steps: in turn, in one process.
 
-    Of each turn, `ratios` holds TRL's time over ours, `peaks` the bytes of both beyond weights,
-    optimiser states and the gradients of one model.
+    Of each turn (the first warms up), `ratios` holds TRL's time over ours, `peaks` the bytes of
+    both beyond weights, optimiser states and the gradients of one model.
     """
 
     def __init__(self, ours: Callable, peer: torch.nn.Module):
@@ -534,10 +534,9 @@ def step(quick: bool) -> list[dict]:
         stapo.math_reward = real
     if not large and set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
         raise RuntimeError(f"the two trainers did not do the same work: {tokens}")
-    faster = statistics.median(turns.ratios[1:])  # the first pair warms up
+    faster, (our_peak, trl_peak) = statistics.median(turns.ratios[1:]), turns.peaks[-1]
     what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
     table = [row(what, faster, least=2.5 if large else 2)]
-    our_peak, trl_peak = turns.peaks[-1]
     what = "step: peak beyond weights, gradients and optimiser, ours / TRL's"
     return table + ([row(what, our_peak / trl_peak, most=0.5)] if large else [])
 
