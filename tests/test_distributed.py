@@ -78,6 +78,27 @@ def test_ranks_agree(folder, case, world):
             assert ours[key] == same, key
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_dumps_of_several_ranks_hold_the_tokens_of_all(folder, world):
+    """The canned responses fit into a dump whole; a case is one of the low tokens."""
+    alone, many = (
+        json.loads((folder / f"world{n}-stapo/dumps/step_000001.json").read_text())
+        for n in (1, world)
+    )
+    for key in ("tau_h", "positive_tokens", "all_tokens"):
+        assert many[key] == pytest.approx(alone[key], rel=1e-4)
+    assert many["frequent"] == alone["frequent"] and sum(alone["frequent"]["spurious"].values()) > 3
+    for key, values in alone["tokens"].items():
+        assert sorted(many["tokens"][key]) == pytest.approx(sorted(values), rel=1e-3, abs=1e-5)
+    assert set(alone["tokens"]["weight"]) == {1.0}
+    assert len(many["cases"]) == 32 and len({case["problem"] for case in many["cases"]}) > 2
+    columns = [alone["tokens"][key] for key in ("p", "entropy", "silenced")]
+    for case in many["cases"]:
+        p, entropy, silenced = min(zip(*columns), key=lambda row: abs(row[0] - case["p"]))
+        assert (case["p"], case["entropy"]) == pytest.approx((p, entropy), rel=1e-3)
+        assert case["silenced"] == silenced and case["p"] < 0.002
+
+
 def test_cases_are_what_they_say(folder):
     lines = {case: torch.load(folder / f"world1-{case}.pt")["metrics"][0] for case in CASES}
     assert lines["stapo"]["silenced"] > 3 and lines["stapo"]["candidates"] > 8

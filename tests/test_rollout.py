@@ -349,6 +349,10 @@ def test_a_head_that_does_more_is_refused(random_model):
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(rollout.InputError, match="softcapping"):
         rollout.check_head(model)
+    model = random_model()
+    model.lm_head = torch.nn.Linear(8, 104)
+    with pytest.raises(rollout.InputError, match="a bias"):
+        rollout.check_head(model)
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="no ../shared/benchmarks beside the repository")

@@ -10,9 +10,11 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, TINY
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import distributed
+import eval as evaluation
 import stapo
 from rollout import Response, pad_batch
 from stapo import Config, Episode, stapo_loss, update
@@ -303,6 +305,19 @@ def test_lr_zero_measures_and_leaves_the_model(tmp_path, monkeypatch, capsys):
     assert "tokens are spurious" in capsys.readouterr().out
 
 
+def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
+    rows = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
+    flags = f"--lr 0 --eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl"
+    lines = run(tmp_path / "run", flags)
+    assert "eval" not in lines[0]
+    flags = f"--model {TINY} --benchmarks {tmp_path}/few.jsonl --decoding training --instruction="
+    flags += f" --max_new_tokens 40 --rollout_batch_size 512 --output {tmp_path}/eval"
+    evaluation.main(flags.split())
+    expected = json.loads((tmp_path / "eval/scores.json").read_text())["scores"]["training"]
+    assert lines[1]["eval"] == expected and expected["few"]["mean"] > 0
+
+
 def test_a_dump_is_what_a_plain_forward_gives(tmp_path, tiny, tokenizer):
     line = run(tmp_path / "run", "--steps 1 --dump_every 1 --tau_p 0.5")[0]
     dump = json.loads((tmp_path / "run/dumps/step_000001.json").read_text())
@@ -370,12 +385,18 @@ def test_memory_stays_flat_over_200_steps(tmp_path):
         ("--output {folder}/held", "--resume"),
         ("--output {folder}/empty.jsonl/run", "--output"),
         ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
+        ("--model {folder}/no_weights", "no_weights: no model there"),
+        ("--data {folder}/torn.jsonl", "torn.jsonl: cannot be read"),
+        ("--data {folder}/hollow.parquet", "hollow.parquet"),
     ],
 )
-def test_wrong_input_is_one_clear_line(tmp_path, capsys, flags, names):
+def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys, flags, names):
     (tmp_path / "empty.jsonl").touch()
     rows = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": None}]
     (tmp_path / "unanswered.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "torn.jsonl").write_text('{"problem": "1+1", "ans')
+    Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "hollow.parquet")
+    tokenizer.save_pretrained(tmp_path / "no_weights")
     (tmp_path / "held").mkdir()
     (tmp_path / "held/metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(SystemExit) as stop:
