@@ -21,7 +21,7 @@ PROMPTS, GROUP = 8, 4
 
 # case: (flags, rewards of the groups that learn nothing, response lengths)
 CASES = {
-    "stapo": ("--method stapo --steps 2 --dump_every 1", "", "ragged"),
+    "stapo": ("--method stapo --steps 2 --dump_every 2", "", "ragged"),
     "stapo-all": ("--method stapo --quantile_over all", "", "ragged"),
     "20-entropy": ("--method 20-entropy", "", "ragged"),
     "random": ("--method random", "", "ragged"),

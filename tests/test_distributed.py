@@ -47,15 +47,18 @@ def make_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every case on 1, 2 and 4 ranks: one launch for each number of ranks; a hang is a failure."""
+    """Every case on 1, 2 and 4 ranks: a launch each, the single one beside; a hang is a failure."""
     folder = make_folder(tmp_path_factory.mktemp("ranks"))
     worker = [str(ROOT / "tests" / "ranks.py"), str(folder)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    for launch in ([sys.executable], [*torchrun, "2"], [*torchrun, "4"]):
-        done = subprocess.run(
-            launch + worker, env=ENVIRONMENT, capture_output=True, text=True, timeout=150
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    with open(folder / "alone.log", "w+") as log:
+        options = {"env": ENVIRONMENT, "text": True}
+        alone = subprocess.Popen([sys.executable, *worker], stdout=log, stderr=log, **options)
+        for ranks in ("2", "4"):
+            options |= {"capture_output": True, "timeout": 150}
+            done = subprocess.run([*torchrun, ranks, *worker], **options)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert alone.wait(timeout=150) == 0, (folder / "alone.log").read_text()[-4000:]
     return folder
 
 
@@ -82,7 +85,7 @@ def test_ranks_agree(folder, case, world):
 def test_dumps_of_several_ranks_hold_the_tokens_of_all(folder, world):
     """The canned responses fit into a dump whole; a case is one of the low tokens."""
     alone, many = (
-        json.loads((folder / f"world{n}-stapo/dumps/step_000001.json").read_text())
+        json.loads((folder / f"world{n}-stapo/dumps/step_000002.json").read_text())
         for n in (1, world)
     )
     for key in ("tau_h", "positive_tokens", "all_tokens"):

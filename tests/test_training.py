@@ -353,7 +353,7 @@ def test_a_bounded_dump_stands_for_all_tokens(tmp_path, monkeypatch):
 
 def test_memory_stays_flat_over_200_steps(tmp_path):
     """Peak resident memory of a process, read in each metrics line, in GB."""
-    flags = FLAGS.replace("--steps 2", "--steps 200").replace("--max_new_tokens 40", "")
+    flags = FLAGS.replace("--steps 2 --batch_size 4", "--steps 200 --batch_size 2")
     code = f"import stapo; stapo.main({('@tests/tiny/args ' + flags).split()!r} + "
     code += f"['--group_size', '2', '--max_new_tokens', '8', '--output', '{tmp_path}/run'])"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
