@@ -12,24 +12,23 @@ and grading, the verifier's second opinion, scores, tables, main. --output recei
 import itertools
 import json
 import math
-import os
 import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
+import distributed
 import rollout
+from distributed import Ranks
 from reward import extract_answer, is_correct
 from rollout import InputError, Model, Tokenizer, encode_prompt, load_problems
 
@@ -155,48 +154,32 @@ def write_rows(path: Path, rows: Iterable[dict], mode: str) -> None:
 class Journal:
     """The rows of a .jsonl file, by key, appended as they come; without a path, in memory alone.
 
-    Rank 0 appends to the file itself and the others to files beside it, which rank 0 merges when
-    a run starts and when it ends. `rows` holds everything but the responses' texts.
+    Rank 0 writes the file; every rank holds all rows, of a response's text the end alone.
     """
 
-    def __init__(self, path: Path | None = None):
-        self.rank, self.world = 0, 1
-        if dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.path, self.rows = path, {}
-        if path:
-            self.merge()
+    def __init__(self, ranks: Ranks, path: Path | None = None):
+        self.ranks, self.path, self.rows = ranks, path, {}
+        if path and path.exists():
             self.keep(read_rows(path))
-            self.barrier()  # nobody appends before everybody has read
-
-    def barrier(self) -> None:
-        if self.world > 1:
-            dist.barrier()
+            self.tidy()
 
     def keep(self, rows: Iterable[dict]) -> None:
         for row in rows:
-            self.rows[row_key(row)] = {k: v for k, v in row.items() if k != "response"}
+            self.rows[row_key(row)] = row | {"response": row.get("response", "").strip()[-TAIL:]}
 
     def append(self, rows: list[dict]) -> None:
         rows = [row for row in rows if row_key(row) not in self.rows]
         self.keep(rows)
-        if self.path:
-            beside = self.path.with_suffix(f".rank{self.rank}.jsonl")
-            write_rows(beside if self.rank else self.path, rows, "a")
+        if self.path and self.ranks.main:
+            write_rows(self.path, rows, "a")
 
-    def merge(self) -> None:
-        """Rewrite the file with the whole rows of every rank, each once, in the order of keys."""
-        self.barrier()
-        if self.rank == 0:
-            parts = [*self.path.parent.glob(f"{self.path.stem}.rank*.jsonl")]
-            files = [file for file in (*parts, self.path) if file.exists()]
-            rows = {row_key(row): row for file in files for row in read_rows(file)}
+    def tidy(self) -> None:
+        """Rewrite the file with its whole rows, each once, in the order of keys."""
+        if self.path and self.ranks.main:
+            rows = {row_key(row): row for row in read_rows(self.path)}
             whole = self.path.with_suffix(".partial")
             write_rows(whole, [rows[key] for key in sorted(rows)], "w")
             whole.replace(self.path)
-            for part in parts:
-                part.unlink()
-        self.barrier()
 
     def complete(
         self,
@@ -205,31 +188,31 @@ class Journal:
         work: Callable[[list[Key]], list[dict]],
         label: str = "",
     ) -> None:
-        """Have `work` make the rows that are missing, in chunks of `size` shared among the ranks.
+        """Have `work` make the rows that are missing, in chunks of `size`, one a rank at a time.
 
         What a chunk holds depends on the flags alone, and a chunk with a missing row is done
         again whole: neither the number of ranks nor an interruption changes a row.
         """
-        number = itertools.count()  # of unfinished chunks, over all benchmarks
-        for name, group in itertools.groupby(keys, lambda key: key[:2]):
-            group = list(group)
-            chunks = [group[i : i + size] for i in range(0, len(group), size)]
-            chunks = [chunk for chunk in chunks if not self.rows.keys() >= set(chunk)]
-            mine = [chunk for chunk in chunks if next(number) % self.world == self.rank]
-            total, quiet = sum(map(len, mine)), self.rank > 0 or not mine
-            with tqdm(total=total, desc=label + " ".join(name), disable=quiet) as bar:
-                for chunk in mine:
-                    self.append(work(chunk))
+        groups = [list(group) for _, group in itertools.groupby(keys, lambda key: key[:2])]
+        chunks = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+        chunks = [chunk for chunk in chunks if not self.rows.keys() >= set(chunk)]
+        rank, world = self.ranks.rank, self.ranks.world
+
+        def made() -> Iterator[list[dict]]:
+            for start in range(0, len(chunks), world):
+                mine = chunks[start + rank : start + rank + 1]  # none where they have run out
+                yield from distributed.gather(work(mine[0]) if mine else [])
+
+        done = zip(chunks, made(), strict=False)
+        for name, group in itertools.groupby(done, lambda pair: pair[0][0][:2]):
+            total = sum(len(chunk) for chunk in chunks if chunk[0][:2] == name)
+            with tqdm(total=total, desc=label + " ".join(name), disable=rank > 0) as bar:
+                for chunk, rows in group:
+                    self.append(rows)
                     right = [row["correct"] for key, row in self.rows.items() if key[:2] == name]
                     bar.set_postfix(right=f"{fmean(right):.1%}", refresh=False)
                     bar.update(len(chunk))
-        if self.world > 1:
-            parts = [{}] * self.world
-            dist.all_gather_object(parts, self.rows)
-            for part in parts:
-                self.rows.update(part)
-        if self.path:
-            self.merge()
+        self.tidy()
 
 
 # ----------------------------------------------------------------------------- sampling and grading
@@ -271,7 +254,7 @@ def sample_suite(
             top_p=top_p,
             batch_size=cfg.rollout_batch_size,
             seed=random.Random(f"{cfg.seed} {chunk[0]}").getrandbits(60),
-            progress=None if journal.rank else "batch",
+            progress="batch" if journal.ranks.main else None,
         )
         return [
             {
@@ -290,13 +273,15 @@ def sample_suite(
     return {key: journal.rows[key] for key in keys}
 
 
-def evaluate(model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any) -> dict[str, dict]:
+def evaluate(
+    model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any, ranks: Ranks
+) -> dict[str, dict]:
     """{benchmark: scores} of a model in memory under the training decoding; writes no file.
 
     cfg as in sample_suite. Called by every rank, which all get the scores; seeds torch.
     """
     decodings = {"training": DECODINGS["training"]}
-    return score(sample_suite(model, tokenizer, suite, decodings, Journal(), cfg))["training"]
+    return score(sample_suite(model, tokenizer, suite, decodings, Journal(ranks), cfg))["training"]
 
 
 # ------------------------------------------------------------------------------ the second opinion
@@ -342,23 +327,18 @@ def second_opinion(
     tokenizer: Tokenizer,
     suite: Suite,
     samples: dict[Key, dict],
-    texts: Path,
     verdicts: Journal,
     size: int,
 ) -> None:
     """Fill `verdicts` with the verifier's word on every response that the rule refused.
 
-    samples: what sample_suite returned; texts: the file with the responses; size: of a batch.
+    samples: what sample_suite returned; size: of a batch.
     """
     problems = {benchmark.key: rows for benchmark, rows in suite.items()}
-    tails = {key: "" for key, row in samples.items() if not row["correct"]}
-    for row in read_rows(texts):
-        if row_key(row) in tails:
-            tails[row_key(row)] = row["response"].strip()[-TAIL:]
 
     def prompt(key: Key) -> list[int]:
-        problem = problems[key[0]][key[2]]
-        text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tails[key])
+        problem, tail = problems[key[0]][key[2]], samples[key]["response"]
+        text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
         return encode_prompt(tokenizer, text, "")
 
     def work(chunk: list[Key]) -> list[dict]:
@@ -371,7 +351,8 @@ def second_opinion(
             rows.append(key_row(key) | row)
         return rows
 
-    verdicts.complete(tails, size, work, "verifier, ")
+    refused = [key for key, row in samples.items() if not row["correct"]]
+    verdicts.complete(refused, size, work, "verifier, ")
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -471,16 +452,17 @@ def file_name(model: str) -> str:
     return re.sub(r"[^\w.]+", "-", model).strip("-")
 
 
-def open_output(cfg: Config) -> Path:
+def open_output(cfg: Config, ranks: Ranks) -> Path:
     """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
     names = "model samples limit max_new_tokens rollout_batch_size seed instruction".split()
     flags, path = {name: getattr(cfg, name) for name in names}, folder / "settings.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        begun = any(file.stat().st_size for file in folder.glob("samples*.jsonl"))
+        samples = folder / "samples.jsonl"
+        begun = samples.exists() and samples.stat().st_size > 0
         held = json.loads(path.read_text()) if begun else flags
-        if not begun and os.environ.get("RANK", "0") == "0":
+        if ranks.main and not begun:
             path.write_text(json.dumps(flags, indent=2) + "\n")
     except (OSError, ValueError) as error:
         raise InputError(f"--output {folder}: {error}; name another directory") from error
@@ -490,16 +472,14 @@ def open_output(cfg: Config) -> Path:
     return folder
 
 
-def load(name: str) -> tuple[Model, Tokenizer]:
-    """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU."""
-    cuda = torch.cuda.is_available()
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    tokenizer = rollout.load_tokenizer(name)
-    return rollout.load_model(name, dtype, device), tokenizer
+def load(name: str, device: torch.device) -> tuple[Model, Tokenizer]:
+    """A model and its tokenizer: bfloat16 on a GPU, float32 on a CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return rollout.load_model(name, dtype, device), rollout.load_tokenizer(name)
 
 
-def run(cfg: Config) -> None:
+def run(cfg: Config, ranks: Ranks) -> None:
+    """Sample, grade, judge and print; raises InputError."""
     least = {"samples": 0, "limit": 0, "max_new_tokens": 1, "rollout_batch_size": 1}
     for name in [name for name in least if getattr(cfg, name) < least[name]]:
         raise InputError(f"--{name} {getattr(cfg, name)}: has to be at least {least[name]}")
@@ -507,21 +487,19 @@ def run(cfg: Config) -> None:
     suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit)
     for name in [cfg.model, cfg.verifier][: 1 + bool(cfg.verifier)]:
         rollout.load_tokenizer(name)  # a wrong name fails here, not after hours
-    folder = open_output(cfg)
-    if "RANK" in os.environ:  # the ranks meet at the beginning and at the end of long work
-        dist.init_process_group("gloo", timeout=timedelta(days=7))
-    journal = Journal(folder / "samples.jsonl")
-    model, tokenizer = load(cfg.model)
-    if not tokenizer.chat_template and journal.rank == 0:
+    folder = open_output(cfg, ranks)
+    journal = Journal(ranks, folder / "samples.jsonl")
+    model, tokenizer = load(cfg.model, ranks.device)
+    if not tokenizer.chat_template and ranks.main:
         print(f"{cfg.model} has no chat template: problems go in as plain text")
     samples, verdicts = sample_suite(model, tokenizer, suite, decodings, journal, cfg), None
     if cfg.verifier:
         del model  # its memory is the verifier's
-        verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
-        judge = load(cfg.verifier)
-        second_opinion(*judge, suite, samples, journal.path, verdicts, cfg.rollout_batch_size)
+        verdicts = Journal(ranks, folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
+        judge = load(cfg.verifier, ranks.device)
+        second_opinion(*judge, suite, samples, verdicts, cfg.rollout_batch_size)
     scores = score(samples, verdicts and verdicts.rows)
-    if journal.rank == 0:
+    if ranks.main:
         text = tables(cfg.model, suite, scores)
         (folder / "table.md").write_text(text, encoding="utf-8")
         document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2)
@@ -532,13 +510,13 @@ def run(cfg: Config) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0])
     cfg = Config(**vars(parser.parse_args(argv)))
+    ranks = distributed.start()
     try:
-        run(cfg)
-    except InputError as error:
-        sys.exit(f"eval.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+        run(cfg, ranks)
+    except (InputError, OSError) as error:  # wrong flags, a full disk
+        sys.exit(f"eval.py: {error}" if ranks.main else 1)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        distributed.finish()
 
 
 if __name__ == "__main__":

@@ -757,7 +757,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
         }
         if cfg.eval_every and step % cfg.eval_every == 0:
             with distributed.gathered(model):
-                metrics["eval"] = evaluation.evaluate(model, tokenizer, suite, cfg)
+                metrics["eval"] = evaluation.evaluate(model, tokenizer, suite, cfg, ranks)
         stopping = all_max(int(stop.asked)) > 0
         if ranks.main:
             with open(run / "metrics.jsonl", "a") as log:

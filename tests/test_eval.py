@@ -15,11 +15,13 @@ import pytest
 import torch
 
 import eval as evaluation
+from distributed import Ranks
 from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
+ALONE = Ranks(0, 1, torch.device("cpu"))
 REAL = ROOT.parent / "shared" / "benchmarks"
 real_files = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} with the real files is absent")
 
@@ -363,20 +365,21 @@ def test_evaluate_gives_a_training_run_the_same_scores(held_out):
     suite = evaluation.load_benchmarks([str(TINY / "test.jsonl")], limit=6)
     cfg = evaluation.Config("", max_new_tokens=48, rollout_batch_size=5, instruction="")
     model, tokenizer = load_model(str(TINY)).train(), load_tokenizer(str(TINY))
-    found = evaluation.evaluate(model, tokenizer, suite, cfg)
+    found = evaluation.evaluate(model, tokenizer, suite, cfg, ALONE)
     wanted = json.loads((held_out / "scores.json").read_text())["scores"]["training"]
     assert json.loads(json.dumps(found)) == wanted and wanted["test"]["no_box_fraction"] < 1
     assert model.training
 
 
 def test_ranks_share_the_unfinished_chunks_evenly(monkeypatch):
-    monkeypatch.setattr(evaluation.dist, "all_gather_object", lambda parts, rows: None)
     keys = [("a", "d", p, 0) for p in range(23)] + [("b", "d", p, 0) for p in range(9)]
     shares = []
     for rank in range(3):
-        journal, share = evaluation.Journal(), []
-        journal.rank, journal.world = rank, 3
-        journal.keep(evaluation.key_row(key) | {"correct": True} for key in keys[5:15])
+        journal, share = evaluation.Journal(Ranks(rank, 3, ALONE.device)), []
+        gather = lambda rows, rank=rank: [rows if i == rank else [] for i in range(3)]  # noqa: E731
+        monkeypatch.setattr(evaluation.distributed, "gather", gather)
+        held = [*keys[5:15], keys[23]]  # two whole chunks, and a row of another
+        journal.keep(evaluation.key_row(key) | {"correct": True} for key in held)
 
         def work(chunk, share=share):
             share.append(chunk)
@@ -384,7 +387,7 @@ def test_ranks_share_the_unfinished_chunks_evenly(monkeypatch):
 
         journal.complete(keys, 5, work)
         shares.append(share)
-    starts = [("a", 0), ("a", 15), ("a", 20), ("b", 0), ("b", 5)]  # chunks 5 and 10 are complete
+    starts = [("a", 0), ("a", 15), ("a", 20), ("b", 0), ("b", 5)]
     starts = [(name, "d", p, 0) for name, p in starts]
     assert [[chunk[0] for chunk in share] for share in shares] == [starts[i::3] for i in range(3)]
     assert [len(chunk) for share in shares for chunk in share] == [5, 5, 5, 4, 3]
@@ -397,7 +400,6 @@ def test_two_ranks_give_what_one_gives(held_out, tmp_path):
         (output / name).write_bytes((held_out / name).read_bytes())
     lines = (output / "samples.jsonl").read_bytes().splitlines(keepends=True)
     (output / "samples.jsonl").write_bytes(b"".join(lines[:7])[:-20])
-    (output / "samples.rank5.jsonl").write_bytes(b"".join(lines[5:9]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [ROOT / "eval.py", "--model", TINY, "--output", output, *HELD_OUT]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
