@@ -48,7 +48,7 @@ INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it c
     "rollout_batch_size tokens_per_micro_batch gradient_checkpointing".split()
 )
 TOKEN_KEYS = ("p", "entropy", "collision", "advantage", "silenced", "weight")
-FATES = {"spurious": ("silenced", "#D55E00"), "exploratory": ("kept", "#0072B2")}
+FATES = {True: ("spurious", "silenced", "#D55E00"), False: ("exploratory", "kept", "#0072B2")}
 MAX_DRAWN, MAX_ROWS = 10_000, 200  # points on either side of tau_p; rows of cases.md
 
 
@@ -99,9 +99,8 @@ def read_dump(path: Path) -> dict:
     """
     try:
         dump = json.loads(path.read_text("utf-8"))
-        t = {key: np.array(dump["tokens"][key], dtype=float) for key in TOKEN_KEYS}
-        if len({len(values) for values in t.values()}) > 1:
-            raise ValueError("lists of tokens differ in length")
+        rows = dump["tokens"]
+        t = {key: np.array([row[key] for row in rows], dtype=float) for key in TOKEN_KEYS}
         squared = np.maximum(1 - 2 * t["p"] + t["collision"], 0)  # rounding can go below 0
         t["norm"] = np.abs(t["advantage"]) * np.sqrt(squared)
         found = [h for h in dump["tau_h"] if h is not None and math.isfinite(h)]
@@ -114,8 +113,10 @@ def read_dump(path: Path) -> dict:
             threshold = t["entropy"][order][np.searchsorted(below, 0.8 * below[-1])]
         t["low_p"], t["low_h"] = t["p"] < dump["tau_p"], t["entropy"] < threshold
         t["threshold"], t["step"] = (np.full(len(t["p"]), x) for x in (threshold, dump["step"]))
-        dump["cases"] = [{"step": dump["step"]} | case for case in dump["cases"]]
-        dump["frequent"] = {kind: Counter(dump["frequent"][kind]) for kind in FATES}
+        dump["cases"] = [{"step": dump["step"]} | row for row in rows if "top" in row]
+        dump["frequent"] = {silenced: Counter() for silenced in FATES}
+        for row in [row for row in rows if row["p"] < dump["tau_p"]]:
+            dump["frequent"][row["silenced"]][row["token"]] += row["weight"]
         if not math.isclose(t["weight"].sum(), dump["positive_tokens"], rel_tol=0.01):
             print(f"{path}: the weights do not add up to positive_tokens", file=sys.stderr)
         return dump | {"tokens": t, "all_tokens": int(dump["all_tokens"])}
@@ -302,12 +303,12 @@ def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out
 def draw_frequent(group: Group, out: Path) -> None:
     """The most frequent low-probability tokens of right answers, silenced and kept, as bars."""
     counts = {k: sum((dump["frequent"][k] for dump in group.dumps), Counter()) for k in FATES}
-    ordered = {kind: dict(counter.most_common()) for kind, counter in counts.items()}
+    ordered = {FATES[k][0]: dict(counter.most_common()) for k, counter in counts.items()}
     (out / f"tokens{group.suffix}.json").write_text(json.dumps(ordered, indent=1))
     font = get_font(findfont("DejaVu Sans")).get_charmap()
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
-    for ax, (kind, (fate, colour)) in zip(axes, FATES.items(), strict=True):
-        top = counts[kind].most_common(20)[::-1]
+    for ax, (silenced, (kind, fate, colour)) in zip(axes, FATES.items(), strict=True):
+        top = counts[silenced].most_common(20)[::-1]
         names = [visible(token, font) for token, _ in top]
         ax.barh(range(len(top)), [count for _, count in top], color=colour)
         ax.set_yticks(range(len(top)), names, parse_math=False)
@@ -326,8 +327,7 @@ def write_cases(group: Group, out: Path) -> None:
         top = ", ".join(f"{cell(visible(token))} {p:.3g}" for token, p in case["top"])
         numbers = [f"{case['p']:.2g}", f"{case['entropy']:.3g}", f"{case['advantage']:.2f}"]
         text = [cell(visible(case["context"]).replace("␣", " ")), cell(visible(case["token"]))]
-        fate = "silenced" if case["silenced"] else "kept"
-        rows.append([str(case["step"]), *text, *numbers, top, fate])
+        rows.append([str(case["step"]), *text, *numbers, top, FATES[case["silenced"]][1]])
     title = f"### {group.label}: low-probability tokens of right answers\n\n"
     (out / f"cases{group.suffix}.md").write_text(title + table(rows), "utf-8")
     (out / f"cases{group.suffix}.json").write_text(json.dumps(cases, indent=1))

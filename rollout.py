@@ -205,11 +205,16 @@ def sample(
         run = generate_paged if engine == "paged" else generate
         for start in range(0, len(prompts), batch_size):
             rows += run(model, prompts[start : start + batch_size], config, bar)
-    # A head may be wider than the vocabulary (Qwen3: 151,936); such ids have no text.
-    known = [[i for i in ids if i < len(tokenizer)] for ids in rows]
-    texts = tokenizer.batch_decode(known, skip_special_tokens=True)
-    said = zip(prompts, rows, texts, strict=True)
-    return [Response(prompt, ids, ids[-1] not in stops, text) for prompt, ids, text in said]
+    return [
+        Response(prompt, ids, ids[-1] not in stops, to_text(tokenizer, ids, True))
+        for prompt, ids in zip(prompts, rows, strict=True)
+    ]
+
+
+def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) -> str:
+    """Ids as text; a head may be wider than the vocabulary (Qwen3), and such ids have none."""
+    size = len(tokenizer)
+    return tokenizer.decode([i for i in ids if i < size], skip_special_tokens=skip_special)
 
 
 def rows_that_fit(model: Model, length: int, batch_size: int) -> int:

@@ -8,6 +8,8 @@ Read from top to bottom: the flags, the loss (beside Sec. 2 and 3 of the paper),
 mini-batch (Algorithm 1), the data, the metrics, the training loop, main.
 """
 
+import bisect
+import itertools
 import json
 import math
 import resource
@@ -41,6 +43,7 @@ from rollout import (
     load_tokenizer,
     pad_batch,
     sample,
+    to_text,
 )
 
 
@@ -563,8 +566,7 @@ def update_metrics(totals: list[dict], tokens: int) -> dict[str, float | None]:
     }
 
 
-# --dump_every: a bounded file with what figures.py draws
-DUMPED_TOKENS, DUMPED_CASES, DUMPED_WORDS = 20_000, 32, 100
+DUMPED_TOKENS, DUMPED_CASES = 20_000, 32  # bounds of a dump, over all ranks
 
 
 def dump_tokens(
@@ -576,42 +578,31 @@ def dump_tokens(
     cfg: Config,
     ranks: Ranks,
 ) -> None:
-    """Write the tokens of a step's responses with A > 0, as pi_old sees them.
+    """Write what figures.py draws: tokens of responses with A > 0, as pi_old sees them.
 
-    The sample is half low-probability tokens and half others; `weight` says how many tokens of
-    the step each stands for.
+    Half of them are low-probability tokens; `weight` is how many tokens each stands for.
     """
     tau_h = [form_mask(mini_batch, cfg)["tau_h"] for mini_batch in mini_batches]
     episodes = [e for mini_batch in mini_batches for e in mini_batch]
     positive = [e for e in episodes if e.advantage > 0]
-    tokens = [torch.zeros(5, 0)]  # (5, T) of each response: p, entropy, collision, A, silenced
-    for e in positive:
-        constant = torch.full_like(e.logp, e.advantage)
-        p, silenced = e.logp.exp(), ~e.keep & (e.logp.exp() < cfg.tau_p)
-        tokens.append(torch.stack([p, e.entropy, e.collision, constant, silenced]))
-    tokens, generator, sampled = torch.cat(tokens, 1), seeded(cfg.seed, step), []
-    low = tokens[0] < cfg.tau_p
-    for group in (tokens[:, low], tokens[:, ~low]):
-        chosen = torch.randperm(group.shape[1], generator=generator)[
-            : DUMPED_TOKENS // 2 // ranks.world
-        ]
-        weight = torch.full((1, len(chosen)), group.shape[1] / max(1, len(chosen)))
-        sampled.append(torch.cat([group[:, chosen], weight]))
-    columns = [all_cat(row).tolist() for row in torch.cat(sampled, 1)]
-    columns = dict(zip(("p", "entropy", "collision", "advantage", "silenced", "weight"), columns))
-    columns["silenced"] = [silenced > 0 for silenced in columns["silenced"]]
-
-    places = [(e, t) for e in positive for t in (e.logp.exp() < cfg.tau_p).nonzero().flatten()]
-    places = [places[i] for i in torch.randperm(len(places), generator=generator)]
-    words = {"spurious": Counter(), "exploratory": Counter()}
-    for e, t in places[:DUMPED_TOKENS]:
-        kind = "exploratory" if e.keep[t] else "spurious"
-        words[kind][tokenizer.decode([e.response.ids[t]])] += 1
-    cases = describe(model, tokenizer, places[: DUMPED_CASES // ranks.world])
-    parts = distributed.gather((cases, words))
-    merged = {kind: sum((words[kind] for _, words in parts), Counter()) for kind in words}
-    lengths = {"positive": tokens.shape[1], "all": sum(len(e.logp) for e in episodes)}
-    counts = all_sum(lengths)
+    ends = list(itertools.accumulate(len(e.logp) for e in positive))
+    low = torch.cat([torch.zeros(0), *(e.logp for e in positive)]).exp() < cfg.tau_p
+    generator, tokens, places = seeded(cfg.seed, step), [], []
+    for kind in (low, ~low):
+        shuffled = kind.nonzero().flatten()[torch.randperm(int(kind.sum()), generator=generator)]
+        chosen = shuffled[: DUMPED_TOKENS // 2 // ranks.world].tolist()
+        for index in chosen:
+            number = bisect.bisect(ends, index)
+            e, t = positive[number], index - ends[number]  # t < 0: from the response's end
+            token = {"token": to_text(tokenizer, [e.response.ids[t]]), "p": float(e.logp[t].exp())}
+            token |= {"entropy": float(e.entropy[t]), "collision": float(e.collision[t])}
+            token |= {"advantage": e.advantage, "silenced": bool(low[index] & ~e.keep[t])}
+            tokens.append(token | {"weight": len(shuffled) / len(chosen)})
+            places.append((e, t))
+    cases = min(int(low.sum()), len(tokens), DUMPED_CASES // ranks.world)
+    for token, case in zip(tokens, describe(model, tokenizer, places[:cases]), strict=False):
+        token |= case
+    counts = all_sum({"positive": len(low), "all": sum(len(e.logp) for e in episodes)})
     dump = {
         "step": step,
         "method": cfg.method,
@@ -619,9 +610,7 @@ def dump_tokens(
         "tau_h": [tau if math.isfinite(tau) else None for tau in tau_h],
         "positive_tokens": int(counts["positive"]),
         "all_tokens": int(counts["all"]),
-        "tokens": columns,
-        "cases": [case for cases, _ in parts for case in cases],
-        "frequent": {kind: dict(all.most_common(DUMPED_WORDS)) for kind, all in merged.items()},
+        "tokens": list(itertools.chain(*distributed.gather(tokens))),
     }
     if ranks.main:
         path.parent.mkdir(exist_ok=True)
@@ -631,26 +620,18 @@ def dump_tokens(
 
 @torch.no_grad()
 def describe(
-    model: Model, tokenizer: Tokenizer, places: list[tuple[Episode, torch.Tensor]]
-) -> list[dict]:
-    """The paper's case tables: each token in its context, with the five likeliest alternatives."""
-
-    def text(ids: list[int]) -> str:  # a padded head has ids without text
-        return tokenizer.decode([i for i in ids if i < len(tokenizer)])
-
+    model: Model, tokenizer: Tokenizer, places: list[tuple[Episode, int]]
+) -> list[dict[str, Any]]:
+    """For the paper's case tables: a token's context and the five likeliest alternatives to it."""
     cases = []
-    for turn in range(all_max(len(places))):  # every rank takes part in every forward
-        e, t = places[turn] if turn < len(places) else (None, 0)
-        before = e.response.prompt_ids + e.response.ids[:t] if e else [0]
+    idle = Episode({"problem": ""}, Response([0], [0], False, ""), 0.0, 0.0), 0
+    for e, t in places + [idle] * (all_max(len(places)) - len(places)):  # ranks stay in step
+        before = e.response.prompt_ids + e.response.ids[:t]
         logits = model(torch.tensor([before], device=model.device), logits_to_keep=1).logits
         top = logits[0, -1].float().softmax(-1).topk(5)
-        if e:
-            case = {"problem": e.problem["problem"], "context": text(before)[-200:]}
-            case |= {"token": text([e.response.ids[t]]), "p": float(e.logp[t].exp())}
-            case |= {"entropy": float(e.entropy[t]), "advantage": e.advantage}
-            case |= {"silenced": not bool(e.keep[t])}
-            likely = zip(top.indices.tolist(), top.values.tolist())
-            cases.append(case | {"top": [[text([i]), p] for i, p in likely]})
+        likely = zip(top.indices.tolist(), top.values.tolist())
+        case = {"problem": e.problem["problem"], "context": to_text(tokenizer, before)[-200:]}
+        cases.append(case | {"top": [[to_text(tokenizer, [i]), p] for i, p in likely]})
     distributed.reshard(model)
     return cases
 

@@ -51,40 +51,26 @@ def write_run(path: Path, rows: list[dict], dumps: list[dict] = (), **flags) -> 
 
 
 def make_dump(step: int, tau_h: list, n: int = 300, **more) -> dict:
-    """Random tokens of random distributions over five words; half of them below tau_p."""
-    rng = random.Random(step)
-    tokens = {key: [] for key in figures.TOKEN_KEYS}
+    """Random tokens of random distributions over five words, half of them rare, and AWKWARD."""
+    rng, tokens = random.Random(step), []
     for i in range(n):
         logits = [rng.gauss(0, 2) for _ in range(5)]
         logits[0] -= 9 if i % 2 else 0
         total = sum(map(math.exp, logits))
         pi = [math.exp(a) / total for a in logits]
-        tokens["p"].append(pi[0])
-        tokens["entropy"].append(-sum(p * math.log(p) for p in pi))
-        tokens["collision"].append(sum(p * p for p in pi))
-        tokens["advantage"].append(rng.choice([2.47, 1.62, 0.35]))
-        tokens["silenced"].append(pi[0] < 0.002 and rng.random() < 0.5)
-        tokens["weight"].append(1 if pi[0] < 0.002 else 7)
+        row = {"token": " Wait", "p": pi[0], "entropy": -sum(p * math.log(p) for p in pi)}
+        row |= {"collision": sum(p * p for p in pi), "advantage": rng.choice([2.47, 1.62, 0.35])}
+        row |= {"silenced": pi[0] < 0.002 and rng.random() < 0.5}
+        tokens.append(row | {"weight": 1 if pi[0] < 0.002 else 7})
         if i == 0:  # the norm without the lemma: the gradient A (onehot - pi), entry by entry
-            gradient = [tokens["advantage"][0] * ((v == 0) - p) for v, p in enumerate(pi)]
-            tokens["first_norm"] = math.hypot(*gradient)
-    case = {"problem": "?", "p": 0.001, "entropy": 0.25, "advantage": 1.62, "silenced": True}
-    case |= {"context": "so |x|\n= `", "top": [[t, 0.2] for t in AWKWARD[:5]]}
-    total = sum(tokens["weight"])
-    return {
-        "step": step,
-        "method": "stapo",
-        "tau_p": 0.002,
-        "tau_h": tau_h,
-        "positive_tokens": total,
-        "all_tokens": 3 * total,
-        "tokens": tokens,
-        "cases": [case | {"token": token} for token in AWKWARD],
-        "frequent": {
-            "spurious": {token: i + step for i, token in enumerate(AWKWARD)},
-            "exploratory": {" Wait": step},
-        },
-    } | more
+            norm = math.hypot(*(row["advantage"] * ((v == 0) - p) for v, p in enumerate(pi)))
+    for i, token in enumerate(AWKWARD):
+        case = {"token": token, "p": 0.001, "entropy": 0.25, "collision": 0.9, "advantage": 1.62}
+        case |= {"silenced": True, "weight": 500 + i, "problem": "?", "context": "so |x|\n= `"}
+        tokens.append(case | {"top": [[t, 0.2] for t in AWKWARD[:5]]})
+    total = sum(row["weight"] for row in tokens)
+    dump = {"step": step, "method": "stapo", "tau_p": 0.002, "tau_h": tau_h, "tokens": tokens}
+    return dump | {"positive_tokens": total, "all_tokens": 3 * total, "first_norm": norm} | more
 
 
 def read_csv(path: Path) -> list[dict]:
@@ -96,8 +82,8 @@ def brute_force(dumps: list[dict], thresholds: list[float]) -> dict[str, list[fl
     """Quadrant -> [count, sum of norms, silenced], one token at a time."""
     found = {f"{p} p, {h} H": [0, 0.0, 0] for p in ("low", "high") for h in ("low", "high")}
     for dump, threshold in zip(dumps, thresholds, strict=True):
-        rows = zip(*(dump["tokens"][key] for key in figures.TOKEN_KEYS), strict=True)
-        for p, entropy, collision, advantage, silenced, weight in rows:
+        for row in dump["tokens"]:
+            p, entropy, collision, advantage, silenced, weight = map(row.get, figures.TOKEN_KEYS)
             name = (
                 f"{'low' if p < 0.002 else 'high'} p, {'low' if entropy < threshold else 'high'} H"
             )
@@ -161,7 +147,6 @@ def test_smoothing_is_the_mean_of_the_last_values_and_spares_evaluations(tmp_pat
 
 def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
     dumps = [make_dump(10, [0.7, None, 0.9]), make_dump(20, [0.6, float("inf")])]
-    first_norms = [dump["tokens"].pop("first_norm") for dump in dumps]
     run = write_run(tmp_path / "run", [metrics(1, 0.5)], dumps)
     figures.main([str(run)])
     rows = read_csv(run / "figures" / "quadrants.csv")
@@ -188,12 +173,12 @@ def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
     assert f"| low p, low H | {count} | **{100 * share:.3g} %** |" in printed
     assert printed.count("**") == 4 and "tau_h, 0.6 to 0.8 nats" in printed
     points = read_csv(run / "figures" / "gradients.csv")
-    for dump, norm in zip(dumps, first_norms, strict=True):
-        p = dump["tokens"]["p"][0]
+    for dump in dumps:
+        p = dump["tokens"][0]["p"]
         point = next(row for row in points if float(row["p"]) == p)
-        assert float(point["norm"]) == pytest.approx(norm)
+        assert float(point["norm"]) == pytest.approx(dump["first_norm"])
         assert float(point["step"]) == dump["step"]
-    assert len(points) == 600
+    assert len(points) == 2 * (300 + len(AWKWARD))
     check_png(run / "figures" / "gradients.png", "#D55E00")
 
 
@@ -202,10 +187,7 @@ def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
 )
 def test_without_tau_h_the_split_is_the_weighted_quantile(tmp_path, capsys, method, tau_h):
     dump = make_dump(10, tau_h, method=method)
-    tokens = dump["tokens"]
-    every = sorted(
-        h for h, w in zip(tokens["entropy"], tokens["weight"], strict=True) for _ in range(w)
-    )
+    every = sorted(row["entropy"] for row in dump["tokens"] for _ in range(row["weight"]))
     threshold = every[math.ceil(0.8 * len(every)) - 1]
     run = write_run(tmp_path / "run", [metrics(1, 0.5)], [dump], method=method)
     figures.main([str(run)])
@@ -218,8 +200,9 @@ def test_without_tau_h_the_split_is_the_weighted_quantile(tmp_path, capsys, meth
 def test_thinning_keeps_every_rare_token(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "MAX_DRAWN", 160)
     dump = make_dump(10, [0.8], n=900)
-    dump["tokens"]["weight"] = [1] * 900
-    dump["tokens"]["p"] = [0.001] * 150 + [0.5] * 750
+    dump["tokens"] = dump["tokens"][:900]
+    for i, row in enumerate(dump["tokens"]):
+        row |= {"p": 0.001 if i < 150 else 0.5, "weight": 1}
     dump["positive_tokens"] = 900
     run = write_run(tmp_path / "run", [metrics(1, 0.5)], [dump])
     figures.main([str(run)])
@@ -255,8 +238,12 @@ def test_frequent_tokens_add_up_over_dumps(tmp_path):
     run = write_run(tmp_path / "run", [metrics(1, 0.5)], [make_dump(s, [0.8]) for s in (10, 20)])
     figures.main([str(run)])
     found = json.loads((run / "figures" / "tokens.json").read_text())
-    assert found["spurious"] == {token: 30 + 2 * i for i, token in enumerate(AWKWARD)}
-    assert next(iter(found["spurious"])) == AWKWARD[-1] and found["exploratory"] == {" Wait": 30}
+    rare = [r for s in (10, 20) for r in make_dump(s, [])["tokens"][:300] if r["p"] < 0.002]
+    silenced = sum(row["silenced"] for row in rare)
+    awkward = {token: 2 * (500 + i) for i, token in enumerate(AWKWARD)}
+    assert found["spurious"] == awkward | {" Wait": silenced} and silenced > 100
+    assert found["exploratory"] == {" Wait": len(rare) - silenced}
+    assert list(found["spurious"])[:2] == AWKWARD[:-3:-1]  # the most frequent first
     check_png(run / "figures" / "tokens.png", "#D55E00")
     check_png(run / "figures" / "tokens.png", "#0072B2")
 
@@ -297,7 +284,7 @@ def test_errors_are_one_line_that_names_the_file(tmp_path):
     torn = write_run(tmp_path / "torn", [metrics(1, 0.5)])
     (torn / "metrics.jsonl").write_text('{"step": 1, "acc\n{"step": 2, "accuracy": 0.5}\n')
     assert "line 1" in error(torn)
-    for change in ({"tokens": {"p": [0.1]}}, {"all_tokens": None}, {"frequent": {}}):
+    for change in ({"tokens": [{"p": 0.1}]}, {"all_tokens": None}, {"tokens": 5}):
         broken = write_run(tmp_path / f"d{len(list(tmp_path.iterdir()))}", [metrics(1, 0.5)])
         (broken / "dumps" / "step_000010.json").write_text(json.dumps(make_dump(10, []) | change))
         assert "step_000010.json" in error(broken)

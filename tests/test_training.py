@@ -319,16 +319,18 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
 
 
 def test_a_dump_is_what_a_plain_forward_gives(tmp_path, tiny, tokenizer):
-    line = run(tmp_path / "run", "--steps 1 --dump_every 1 --tau_p 0.5")[0]
+    line = run(tmp_path / "run", "--steps 1 --mini_batch_size 4 --dump_every 1 --tau_p 0.5")[0]
     dump = json.loads((tmp_path / "run/dumps/step_000001.json").read_text())
-    tokens, frequent = dump["tokens"], dump["frequent"]
-    low = [p < 0.5 for p in tokens["p"]]
-    assert sum(tokens["weight"]) == pytest.approx(dump["positive_tokens"])
-    assert dump["all_tokens"] == line["tokens"] and min(tokens["advantage"]) > 0
-    assert sum(tokens["silenced"]) == sum(frequent["spurious"].values()) > 5
-    assert sum(low) == sum(map(sum, (kind.values() for kind in frequent.values())))
-    assert len(dump["cases"]) == sum(low) > 15
-    for case in dump["cases"]:  # shorter than the 200 characters that are kept
+    low = [token for token in dump["tokens"] if token["p"] < 0.5]
+    cases = [token for token in dump["tokens"] if "top" in token]
+    assert len(dump["tokens"]) == dump["positive_tokens"] < dump["all_tokens"] == line["tokens"]
+    assert {token["weight"] for token in dump["tokens"]} == {1.0} and len(low) > 15
+    silenced = [token for token in dump["tokens"] if token["silenced"]]
+    assert len(silenced) == line["silenced"] > 5 and cases == low
+    tau_h = torch.quantile(torch.tensor([token["entropy"] for token in low]), 0.75)
+    assert silenced == [token for token in low if token["entropy"] < tau_h]
+    assert dump["tau_h"] == [pytest.approx(float(tau_h))]
+    for case in cases:  # shorter than the 200 characters that are kept
         ids, token = (tokenizer(case[key]).input_ids for key in ("context", "token"))
         with torch.no_grad():
             p = tiny(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
@@ -336,19 +338,18 @@ def test_a_dump_is_what_a_plain_forward_gives(tmp_path, tiny, tokenizer):
         assert case["entropy"] == pytest.approx(-float(p @ p.log()), rel=1e-3)
         top = [[tokenizer.decode([i]), pytest.approx(float(p[i]), rel=1e-3)] for i in p.topk(5)[1]]
         assert case["top"] == top and case["context"].startswith(case["problem"])
-        place = min(range(len(low)), key=lambda i: abs(tokens["p"][i] - case["p"]))
-        assert tokens["silenced"][place] == case["silenced"]
+        assert case["collision"] == pytest.approx(float(p @ p), rel=1e-3) and case["advantage"] > 0
 
 
 def test_a_bounded_dump_stands_for_all_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(stapo, "DUMPED_TOKENS", 20)
-    run(tmp_path / "run", "--steps 1 --dump_every 1 --tau_p 0.5")
+    line = run(tmp_path / "run", "--steps 1 --mini_batch_size 4 --dump_every 1 --tau_p 0.5")[0]
     dump = json.loads((tmp_path / "run/dumps/step_000001.json").read_text())
-    p, weight = dump["tokens"]["p"], dump["tokens"]["weight"]
-    low = [w for x, w in zip(p, weight) if x < 0.5]
-    assert len(p) == 20 and len(low) == 10 and min(weight) > 1
+    low = [token["weight"] for token in dump["tokens"] if token["p"] < 0.5]
+    weight = [token["weight"] for token in dump["tokens"]]
+    assert len(weight) == 20 and len(low) == 10 and min(weight) > 1
     assert sum(weight) == pytest.approx(dump["positive_tokens"])
-    assert sum(low) == pytest.approx(sum(sum(k.values()) for k in dump["frequent"].values()))
+    assert sum(low) == pytest.approx(line["candidates"])
 
 
 def test_memory_stays_flat_over_200_steps(tmp_path):
