@@ -123,16 +123,18 @@ def parse_decodings(names: list[str]) -> dict[str, tuple[float, float]]:
 
 # ------------------------------------------------------------------------------------ the journal
 
-Key = tuple[str, str, int, int]  # one response; problems and samples count from 0
-KEY_NAMES = ("benchmark", "decoding", "problem", "sample")
+
+class Key(NamedTuple):
+    """Names one response; problems and samples count from 0."""
+
+    benchmark: str
+    decoding: str
+    problem: int
+    sample: int
 
 
 def row_key(row: dict) -> Key:
-    return tuple(row[name] for name in KEY_NAMES)
-
-
-def key_row(key: Key) -> dict:
-    return dict(zip(KEY_NAMES, key, strict=True))
+    return Key(*(row[name] for name in Key._fields))
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -190,6 +192,7 @@ class Journal:
     ) -> None:
         """Have `work` make the rows that are missing, in chunks of `size`, one a rank at a time.
 
+        work: the keys of a chunk -> what their rows hold beyond the key, in the same order.
         What a chunk holds depends on the flags alone, and a chunk with a missing row is done
         again whole: neither the number of ranks nor an interruption changes a row.
         """
@@ -200,8 +203,9 @@ class Journal:
 
         def made() -> Iterator[list[dict]]:
             for start in range(0, len(chunks), world):
-                mine = chunks[start + rank : start + rank + 1]  # none where they have run out
-                yield from distributed.gather(work(mine[0]) if mine else [])
+                mine = chunks[start + rank] if start + rank < len(chunks) else []
+                rows = zip(mine, work(mine) if mine else [], strict=True)
+                yield from distributed.gather([key._asdict() | row for key, row in rows])
 
         done = zip(chunks, made(), strict=False)
         for name, group in itertools.groupby(done, lambda pair: pair[0][0][:2]):
@@ -235,16 +239,16 @@ def sample_suite(
     for decoding, (temperature, _) in decodings.items():
         for benchmark, rows in suite.items():
             samples = range(benchmark.samples if temperature else 1)  # greedy ones are all alike
-            keys += [(benchmark.key, decoding, p, s) for p in range(len(rows)) for s in samples]
+            pairs = itertools.product(range(len(rows)), samples)
+            keys += [Key(benchmark.key, decoding, *pair) for pair in pairs]
     for key in journal.rows.keys() & set(keys):
-        if journal.rows[key]["gold"] != problems[key[0]][key[2]]["answer"]:
-            where = f"--output {journal.path.parent}"
-            raise InputError(f"{where}: holds samples of another {key[0]}; name another directory")
+        if journal.rows[key]["gold"] != problems[key.benchmark][key.problem]["answer"]:
+            held = f"--output {journal.path.parent}: holds samples of another {key.benchmark}"
+            raise InputError(f"{held}; name another directory")
 
     def work(chunk: list[Key]) -> list[dict]:
-        name, decoding = chunk[0][:2]
-        temperature, top_p = decodings[decoding]
-        asked = [problems[name][p] for _, _, p, _ in chunk]
+        temperature, top_p = decodings[chunk[0].decoding]
+        asked = [problems[key.benchmark][key.problem] for key in chunk]
         responses = rollout.sample(
             model,
             tokenizer,
@@ -253,12 +257,11 @@ def sample_suite(
             temperature=temperature,
             top_p=top_p,
             batch_size=cfg.rollout_batch_size,
-            seed=random.Random(f"{cfg.seed} {chunk[0]}").getrandbits(60),
+            seed=random.Random(f"{cfg.seed} {tuple(chunk[0])}").getrandbits(60),
             progress="batch" if journal.ranks.main else None,
         )
         return [
             {
-                **key_row(key),
                 "gold": problem["answer"],
                 "answer": extract_answer(response.text),
                 "correct": is_correct(response.text, problem["answer"]),
@@ -266,7 +269,7 @@ def sample_suite(
                 "truncated": response.truncated,
                 "response": response.text,
             }
-            for key, problem, response in zip(chunk, asked, responses, strict=True)
+            for problem, response in zip(asked, responses, strict=True)
         ]
 
     journal.complete(keys, cfg.rollout_batch_size, work)
@@ -337,19 +340,15 @@ def second_opinion(
     problems = {benchmark.key: rows for benchmark, rows in suite.items()}
 
     def prompt(key: Key) -> list[int]:
-        problem, tail = problems[key[0]][key[2]], samples[key]["response"]
+        problem, tail = problems[key.benchmark][key.problem], samples[key]["response"]
         text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
         return encode_prompt(tokenizer, text, "")
 
     def work(chunk: list[Key]) -> list[dict]:
         prompts, options = [prompt(key) for key in chunk], {"temperature": 0, "batch_size": size}
         replies = rollout.sample(model, tokenizer, prompts, max_new_tokens=16, **options)
-        rows = []
-        for key, reply in zip(chunk, replies, strict=True):
-            said = parse_verdict(reply.text)
-            row = {"verdict": said, "correct": said == "CORRECT", "reply": reply.text}
-            rows.append(key_row(key) | row)
-        return rows
+        said = [(parse_verdict(reply.text), reply.text) for reply in replies]
+        return [{"verdict": v, "correct": v == "CORRECT", "reply": reply} for v, reply in said]
 
     refused = [key for key, row in samples.items() if not row["correct"]]
     verdicts.complete(refused, size, work, "verifier, ")

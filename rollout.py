@@ -35,14 +35,17 @@ class InputError(ValueError):
 # ---------------------------------------------------------------------------- model and tokenizer
 
 
+def load(kind: type, what: str, name: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        hint = f"give a Hub id or a folder ({first_line(error)})"
+        raise InputError(f"{name}: no {what} there, {hint}") from error
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a Hub id or a local folder, with a pad token; raises InputError."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{name}: no tokenizer there, give a Hub id or a folder ({first_line(error)})"
-        ) from error
+    tokenizer = load(AutoTokenizer, "tokenizer", name)
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do; the end of sequence is always there.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -51,12 +54,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{name}: no model there, give a Hub id or a folder ({first_line(error)})"
-        ) from error
+    model = load(AutoModelForCausalLM, "model", name, dtype=dtype)
     check_head(model)
     return model.to(device).eval()
 

@@ -372,18 +372,19 @@ def test_evaluate_gives_a_training_run_the_same_scores(held_out):
 
 
 def test_ranks_share_the_unfinished_chunks_evenly(monkeypatch):
-    keys = [("a", "d", p, 0) for p in range(23)] + [("b", "d", p, 0) for p in range(9)]
+    keys = [evaluation.Key("a", "d", p, 0) for p in range(23)]
+    keys += [evaluation.Key("b", "d", p, 0) for p in range(9)]
     shares = []
     for rank in range(3):
         journal, share = evaluation.Journal(Ranks(rank, 3, ALONE.device)), []
         gather = lambda rows, rank=rank: [rows if i == rank else [] for i in range(3)]  # noqa: E731
         monkeypatch.setattr(evaluation.distributed, "gather", gather)
         held = [*keys[5:15], keys[23]]  # two whole chunks, and a row of another
-        journal.keep(evaluation.key_row(key) | {"correct": True} for key in held)
+        journal.keep(key._asdict() | {"correct": True} for key in held)
 
         def work(chunk, share=share):
             share.append(chunk)
-            return [evaluation.key_row(key) | {"correct": True} for key in chunk]
+            return [{"correct": True} for key in chunk]
 
         journal.complete(keys, 5, work)
         shares.append(share)
