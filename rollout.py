@@ -35,7 +35,8 @@ class InputError(ValueError):
 # ---------------------------------------------------------------------------- model and tokenizer
 
 
-def load(kind: type, what: str, name: str, **options: Any) -> Any:
+def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
+    """kind.from_pretrained(name), with an InputError in place of the Hub's many."""
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
@@ -45,7 +46,7 @@ def load(kind: type, what: str, name: str, **options: Any) -> Any:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a Hub id or a local folder, with a pad token; raises InputError."""
-    tokenizer = load(AutoTokenizer, "tokenizer", name)
+    tokenizer = load_pretrained(AutoTokenizer, "tokenizer", name)
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do; the end of sequence is always there.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -54,7 +55,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
-    model = load(AutoModelForCausalLM, "model", name, dtype=dtype)
+    model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
     check_head(model)
     return model.to(device).eval()
 
@@ -196,8 +197,18 @@ def sample(
     stops = stop_ids(model, tokenizer)
     rows: list[list[int]] = []
     bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
-    options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
-    with bar, sampling_config(model, tokenizer, stops, **options) as config:
+    # Every field is named: those that a call leaves unset come from the model's generation_config
+    # (Qwen3 ships top_k 20, top_p 0.95) or are transformers' own (top_k 50).
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    config = GenerationConfig(
+        do_sample=temperature > 0,
+        **sampling,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stops,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+    )
+    with bar, decoding(model, config):
         longest = max(map(len, prompts), default=0) + max_new_tokens
         batch_size = rows_that_fit(model, longest, batch_size)
         run = generate_paged if engine == "paged" else generate
@@ -228,40 +239,19 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
 
 
 @contextlib.contextmanager
-def sampling_config(
-    model: Model,
-    tokenizer: Tokenizer,
-    stops: list[int],
-    *,
-    temperature: float,
-    top_p: float,
-    max_new_tokens: int,
-) -> Iterator[GenerationConfig]:
-    """The generation config of exactly this decoding, with the model's own put aside meanwhile.
-
-    Fields that a call leaves unset are taken from the model's generation_config (Qwen3 ships
-    top_k 20, top_p 0.95), so every field is named, and the processors are checked to be ours.
-    """
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
-    config = GenerationConfig(
-        do_sample=temperature > 0,
-        **sampling,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=stops,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-    )
+def decoding(model: Model, config: GenerationConfig) -> Iterator[None]:
+    """The model ready to decode by `config` alone; raises RuntimeError where more would run."""
     own, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
     model.eval()  # gradient checkpointing, active in training mode, would turn the cache off
     try:
         used = model._prepare_generation_config(config)[0]
         used = {type(p).__name__ for p in model._get_logits_processor(used, model_kwargs={})}
-        wanted = {"TemperatureLogitsWarper"} if temperature not in (0, 1) else set()
-        wanted |= {"TopPLogitsWarper"} if top_p < 1 and temperature > 0 else set()
+        wanted = {"TemperatureLogitsWarper"} if config.temperature not in (None, 1) else set()
+        wanted |= {"TopPLogitsWarper"} if config.top_p not in (None, 1) else set()
         if used != wanted:
             raise RuntimeError(f"generate would apply {sorted(used)}, not {sorted(wanted)}")
-        yield config
+        yield
     finally:
         model.generation_config = own
         model.train(training)
