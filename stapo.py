@@ -587,7 +587,7 @@ def dump_tokens(
     positive = [e for e in episodes if e.advantage > 0]
     ends = list(itertools.accumulate(len(e.logp) for e in positive))
     low = torch.cat([torch.zeros(0), *(e.logp for e in positive)]).exp() < cfg.tau_p
-    generator, tokens, places = seeded(cfg.seed, step), [], []
+    generator, tokens, rare = seeded(cfg.seed, step), [], []
     for kind in (low, ~low):
         shuffled = kind.nonzero().flatten()[torch.randperm(int(kind.sum()), generator=generator)]
         chosen = shuffled[: DUMPED_TOKENS // 2 // ranks.world].tolist()
@@ -598,10 +598,8 @@ def dump_tokens(
             token |= {"entropy": float(e.entropy[t]), "collision": float(e.collision[t])}
             token |= {"advantage": e.advantage, "silenced": bool(low[index] & ~e.keep[t])}
             tokens.append(token | {"weight": len(shuffled) / len(chosen)})
-            places.append((e, t))
-    cases = min(int(low.sum()), len(tokens), DUMPED_CASES // ranks.world)
-    for token, case in zip(tokens, describe(model, tokenizer, places[:cases]), strict=False):
-        token |= case
+            rare += [(tokens[-1], e, t)] if low[index] else []
+    describe(model, tokenizer, rare[: DUMPED_CASES // ranks.world])
     counts = all_sum({"positive": len(low), "all": sum(len(e.logp) for e in episodes)})
     dump = {
         "step": step,
@@ -619,21 +617,17 @@ def dump_tokens(
 
 
 @torch.no_grad()
-def describe(
-    model: Model, tokenizer: Tokenizer, places: list[tuple[Episode, int]]
-) -> list[dict[str, Any]]:
-    """For the paper's case tables: a token's context and the five likeliest alternatives to it."""
-    cases = []
-    idle = Episode({"problem": ""}, Response([0], [0], False, ""), 0.0, 0.0), 0
-    for e, t in places + [idle] * (all_max(len(places)) - len(places)):  # ranks stay in step
+def describe(model: Model, tokenizer: Tokenizer, cases: list[tuple[dict, Episode, int]]) -> None:
+    """The paper's case tables: adds to a token its context and the five likeliest alternatives."""
+    idle = {}, Episode({"problem": ""}, Response([0], [0], False, ""), 0.0, 0.0), 0
+    for token, e, t in cases + [idle] * (all_max(len(cases)) - len(cases)):  # ranks stay in step
         before = e.response.prompt_ids + e.response.ids[:t]
         logits = model(torch.tensor([before], device=model.device), logits_to_keep=1).logits
         top = logits[0, -1].float().softmax(-1).topk(5)
         likely = zip(top.indices.tolist(), top.values.tolist())
-        case = {"problem": e.problem["problem"], "context": to_text(tokenizer, before)[-200:]}
-        cases.append(case | {"top": [[to_text(tokenizer, [i]), p] for i, p in likely]})
+        token |= {"problem": e.problem["problem"], "context": to_text(tokenizer, before)[-200:]}
+        token |= {"top": [[to_text(tokenizer, [i]), p] for i, p in likely]}
     distributed.reshard(model)
-    return cases
 
 
 def peak_memory_gb() -> float:

@@ -348,6 +348,7 @@ def test_a_bounded_dump_stands_for_all_tokens(tmp_path, monkeypatch):
     low = [token["weight"] for token in dump["tokens"] if token["p"] < 0.5]
     weight = [token["weight"] for token in dump["tokens"]]
     assert len(weight) == 20 and len(low) == 10 and min(weight) > 1
+    assert all(("top" in token) == (token["p"] < 0.5) for token in dump["tokens"])
     assert sum(weight) == pytest.approx(dump["positive_tokens"])
     assert sum(low) == pytest.approx(line["candidates"])
 
