@@ -344,11 +344,14 @@ def generate_paged(
 
 
 def pad_batch(
-    responses: list[Response], pad_id: int, device: str | torch.device = "cpu"
+    responses: list[Response], device: str | torch.device = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded [prompt, response] rows -> input_ids, attention_mask, response_mask: (B, L)."""
+    """Right-padded [prompt, response] rows -> input_ids, attention_mask, response_mask: (B, L).
+
+    Under causal attention no token sees the padding, so that its id, 0, matters nowhere.
+    """
     width = max(len(r.prompt_ids) + len(r.ids) for r in responses)
-    ids = torch.full((len(responses), width), pad_id)
+    ids = torch.zeros(len(responses), width, dtype=torch.long)
     attention = torch.zeros(len(responses), width, dtype=torch.bool)
     response_mask = torch.zeros(len(responses), width, dtype=torch.bool)
     for i, r in enumerate(responses):

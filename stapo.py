@@ -294,10 +294,10 @@ def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
     return batches + [[]] * (all_max(len(batches)) - len(batches))
 
 
-def forward(model: Model, batch: list[Episode], pad_id: int) -> tuple[torch.Tensor, ...]:
+def forward(model: Model, batch: list[Episode]) -> tuple[torch.Tensor, ...]:
     """logp, entropy, collision, response_mask of a micro-batch: (B, L); an empty one is a dummy."""
-    responses = [e.response for e in batch] or [Response([pad_id], [pad_id], False, "")]
-    input_ids, attention_mask, mask = pad_batch(responses, pad_id, model.device)
+    responses = [e.response for e in batch] or [Response([0], [0], False, "")]
+    input_ids, attention_mask, mask = pad_batch(responses, model.device)
     return *model.token_stats(input_ids, attention_mask, mask), mask
 
 
@@ -308,13 +308,11 @@ def spread(values: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score(
-    model: Model, episodes: list[Episode], cfg: Config, pad_id: int
-) -> list[tuple[torch.Tensor, ...]]:
+def score(model: Model, episodes: list[Episode], cfg: Config) -> list[tuple[torch.Tensor, ...]]:
     """[(logp, entropy, collision)] of every episode under this policy: (T,) float32, on the CPU."""
     scores = {}
     for batch in micro_batches(episodes, cfg.tokens_per_micro_batch):
-        *stats, mask = forward(model, batch, pad_id)
+        *stats, mask = forward(model, batch)
         for i, episode in enumerate(batch):
             scores[id(episode)] = tuple(values[i][mask[i]].cpu() for values in stats)
     distributed.reshard(model)
@@ -357,7 +355,7 @@ def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
     return totals | {"tau_h": float(tau_h), "finite": totals["odd"] == 0}
 
 
-def refresh_stats(model: Model, episodes: list[Episode], cfg: Config, pad_id: int) -> None:
+def refresh_stats(model: Model, episodes: list[Episode], cfg: Config) -> None:
     """The statistics pass: p and H under the current policy, of the tokens the mask needs."""
     if cfg.method == "20-entropy" or (cfg.method == "stapo" and cfg.quantile_over == "all"):
         needed = episodes
@@ -365,7 +363,7 @@ def refresh_stats(model: Model, episodes: list[Episode], cfg: Config, pad_id: in
         needed = [e for e in episodes if e.advantage > 0]  # only they can hold candidates
     else:
         return
-    for episode, stats in zip(needed, score(model, needed, cfg, pad_id), strict=True):
+    for episode, stats in zip(needed, score(model, needed, cfg), strict=True):
         episode.logp, episode.entropy, episode.collision = stats
 
 
@@ -400,7 +398,6 @@ def update(
     episodes: list[Episode],
     cfg: Config,
     world: int,
-    pad_id: int,
 ) -> dict:
     """One optimiser step on a mini-batch whose mask is formed from the episodes' logp and entropy.
 
@@ -416,7 +413,7 @@ def update(
     model.train()
     optimizer.zero_grad()
     for batch in micro_batches(trained, cfg.tokens_per_micro_batch):
-        logp, entropy, _, mask = forward(model, batch, pad_id)
+        logp, entropy, _, mask = forward(model, batch)
         if not batch:
             (logp.sum() * 0).backward()
             continue
@@ -504,7 +501,7 @@ def collect(
     advantages = group_advantages(rewards.view(-1, cfg.group_size)).flatten()  # (P, G) -> (P G,)
     rows = zip(chosen, responses, rewards.tolist(), advantages.tolist(), strict=True)
     episodes = [Episode(*row) for row in rows]
-    scores = score(model, episodes, cfg, tokenizer.pad_token_id)
+    scores = score(model, episodes, cfg)
     for place, (episode, stats) in enumerate(zip(episodes, scores, strict=True)):
         episode.logp, episode.entropy, episode.collision = stats
         episode.old_logp = episode.logp
@@ -693,7 +690,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     done = distributed.step_of(checkpoint)
     if checkpoint and optimizer:
         distributed.load_optimizer(checkpoint, model, optimizer)
-    pad_id, bad, stop, found = tokenizer.pad_token_id, 0, StopSignal(), Counter()
+    bad, stop, found = 0, StopSignal(), Counter()
     bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=not ranks.main)
     for step in range(done + 1, cfg.steps + 1):
         started = time.time()
@@ -701,7 +698,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
         mini_batches = collect(model, tokenizer, problems, step, cfg, ranks)
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         if reference:
-            scores = score(reference, episodes, cfg, pad_id)
+            scores = score(reference, episodes, cfg)
             for episode, (ref_logp, *_) in zip(episodes, scores, strict=True):
                 episode.ref_logp = ref_logp
         if cfg.dump_every and step % cfg.dump_every == 0:
@@ -715,8 +712,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
             if optimizer:
                 optimizer.param_groups[0]["lr"] = lr
                 if number > 0:  # before the first, pi_theta = pi_old: its statistics are there
-                    refresh_stats(model, mini_batch, cfg, pad_id)
-            totals.append(update(model, optimizer, mini_batch, cfg, ranks.world, pad_id))
+                    refresh_stats(model, mini_batch, cfg)
+            totals.append(update(model, optimizer, mini_batch, cfg, ranks.world))
             bad = 0 if totals[-1]["finite"] else bad + 1
             if bad == 3:
                 raise SystemExit(f"stapo.py: step {step}: three updates in a row were not finite")

@@ -244,7 +244,7 @@ def random_episodes(model, lengths: list[int], zero_groups: int) -> list[stapo.E
         response = Response(ids[:16], ids[16:], False, "")
         advantage = 0.0 if place // 8 < zero_groups else 0.94 * (-1) ** place
         episodes.append(stapo.Episode({}, response, 1.0 if place % 2 else -1.0, advantage))
-    stapo.refresh_stats(model, episodes, stapo.Config(quantile_over="all"), PAD)
+    stapo.refresh_stats(model, episodes, stapo.Config(quantile_over="all"))
     for episode in episodes:
         episode.old_logp = episode.logp
         episode.noise = torch.rand(len(episode.logp))
@@ -259,11 +259,9 @@ def plain_update(model, optimizer, episodes: list[stapo.Episode], cfg: stapo.Con
     optimizer.zero_grad()
     for start in range(0, len(episodes), 8):
         batch = episodes[start : start + 8]
-        padded = rollout.pad_batch([e.response for e in batch], PAD, DEVICE)
+        padded = rollout.pad_batch([e.response for e in batch], DEVICE)
         short = width - padded[0].shape[1]
-        padded = [
-            functional.pad(t, (0, short), value=v) for t, v in zip(padded, (PAD, 0, 0), strict=True)
-        ]
+        padded = [functional.pad(t, (0, short)) for t in padded]
         logp, entropy, _ = model.token_stats(*padded)
         stapo.batch_loss(cfg, batch, logp, entropy, padded[2], denominator)[0].backward()
     model.eval()
@@ -283,7 +281,7 @@ def update(quick: bool) -> list[dict]:
         gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
 
     def ours():
-        stapo.update(model, optimizer, episodes, cfg, 1, PAD)
+        stapo.update(model, optimizer, episodes, cfg, 1)
         keep_gradient("ours")
 
     def twin():
@@ -292,9 +290,9 @@ def update(quick: bool) -> list[dict]:
 
     repeats = 1 if quick else 5
     faster = in_turn(ours, twin, repeats)
-    share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg, PAD), repeats)
+    share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg), repeats)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    default_share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg, PAD), repeats)
+    default_share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg), repeats)
     return [
         row("update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up", faster, least=4),
         row("update: relative difference of the gradient", error(*gradients.values()), most=1e-5),
@@ -511,8 +509,8 @@ def step(quick: bool) -> list[dict]:
         mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg, ranks())
         for number, mini_batch in enumerate(mini_batches):
             if number > 0:
-                stapo.refresh_stats(mine, mini_batch, cfg, PAD)
-            stapo.update(mine, optimizer, mini_batch, cfg, 1, PAD)
+                stapo.refresh_stats(mine, mini_batch, cfg)
+            stapo.update(mine, optimizer, mini_batch, cfg, 1)
         optimizer.zero_grad()  # as TRL leaves it, so that the peaks compare
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         stapo.rollout_metrics(episodes, cfg)
@@ -649,7 +647,7 @@ def memory(quick: bool) -> list[dict]:
     episodes = random_episodes(model, [1008] * 16, zero_groups=0)  # 16 x 1,024 = 16,384 tokens
     for _ in range(2):  # the first makes AdamW's states
         torch.cuda.reset_peak_memory_stats()
-        stapo.update(model, optimizer, episodes, stapo.Config(), 1, PAD)
+        stapo.update(model, optimizer, episodes, stapo.Config(), 1)
     ratio = torch.cuda.max_memory_allocated() / bytes_per_gpu(QWEN3["1.7B"], 1)["update"]
     what = "memory, 1.7B on one GPU: |measured peak / sum - 1|"
     return [row(what, abs(ratio - 1), most=0.15)]

@@ -193,7 +193,7 @@ def report(model, tokenizer, rows: list[dict[str, str]], samples: int) -> None:
     golds = [row["answer"] for row in rows]
     hits = sum(map(is_correct, (r.text for r in greedy), golds))
     right = [r for i, r in enumerate(sampled) if is_correct(r.text, golds[i % len(golds)])]
-    ids, attention, mask = pad_batch(right, tokenizer.pad_token_id)
+    ids, attention, mask = pad_batch(right)
     logp, entropy, _ = token_stats(model, ids, attention, mask)
     low = mask & (logp.exp() < 0.002)
     special = {tokenizer.pad_token_id, *range(len(tokenizer), model.config.vocab_size)}

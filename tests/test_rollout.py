@@ -388,7 +388,7 @@ def test_column_layouts(tmp_path, row, answer):
 
 def test_pad_batch_lays_out_prompt_and_response():
     rows = [Response([4, 5], [6, 1], False, ""), Response([7], [8], True, "")]
-    ids, attention, mask = rollout.pad_batch(rows, 0)
+    ids, attention, mask = rollout.pad_batch(rows)
     assert ids.tolist() == [[4, 5, 6, 1], [7, 8, 0, 0]]
     assert attention.tolist() == [[True] * 4, [True, True, False, False]]
     assert mask.tolist() == [[False, False, True, True], [False, True, False, False]]

@@ -66,13 +66,13 @@ class Frozen:
 
 def gradient_of(model, episodes, **flags):
     cfg = Config(grad_clip=math.inf, **flags)
-    totals = update(model, Frozen(model), episodes, cfg, 1, 0)
+    totals = update(model, Frozen(model), episodes, cfg, 1)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), totals
 
 
 def reference_gradient(model, episodes, loss_of):
     """One call on the whole mini-batch, from the full logits of one padded batch."""
-    ids, _, mask = pad_batch([e.response for e in episodes], 0)
+    ids, _, mask = pad_batch([e.response for e in episodes])
     model.zero_grad()
     logits = model(ids).logits[:, :-1].double().log_softmax(-1)
     logp = logits.gather(2, ids[:, 1:, None]).squeeze(2).float()
@@ -116,7 +116,7 @@ def test_baselines_are_the_table(model, method):
     episodes = make_episodes(model, seed=1)
     for e in episodes:
         e.ref_logp = e.logp - 0.2
-    _, _, mask = pad_batch([e.response for e in episodes], 0)
+    _, _, mask = pad_batch([e.response for e in episodes])
     noise = stapo.spread([e.noise for e in episodes], mask)[:, 1:]
 
     def loss_of(logp, old_logp, advantages, entropy, mask):
@@ -176,7 +176,7 @@ def test_nothing_to_learn_still_steps_the_optimiser(model):
     episodes = make_episodes(model, groups=("---", "+++"))
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    totals = update(model, optimizer, episodes, Config(), 1, 0)
+    totals = update(model, optimizer, episodes, Config(), 1)
     assert totals["loss"] == 0 and totals["grad_norm"] == 0
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] * (1 - 0.001))
@@ -186,7 +186,7 @@ def test_not_finite_is_skipped(model):
     episodes = make_episodes(model)
     episodes[0].old_logp[0] = math.nan
     optimizer = Frozen(model)
-    totals = update(model, optimizer, episodes, Config(), 1, 0)
+    totals = update(model, optimizer, episodes, Config(), 1)
     assert not totals["finite"] and optimizer.steps == 0
 
 
@@ -205,7 +205,7 @@ def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model):
         ("20-entropy", lambda e: True),
     ):
         rows.clear()
-        stapo.refresh_stats(model, episodes, Config(method=method), 0)
+        stapo.refresh_stats(model, episodes, Config(method=method))
         assert sum(rows) == sum(map(fresh, episodes))
         for e, (logp, entropy) in zip(episodes, stale):
             expected = plain_stats(model, e) if fresh(e) else (logp, entropy)
