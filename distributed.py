@@ -12,7 +12,6 @@ import shutil
 import types
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,34 +46,33 @@ warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is de
 # ------------------------------------------------------------------------------------------ ranks
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Which process this is, of how many, and the device it computes on."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    @property
-    def main(self) -> bool:
-        return self.rank == 0
+def device() -> torch.device:
+    """The GPU that is this process's own, or the CPU."""
+    cuda = torch.cuda.is_available()
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
 
 
-def start() -> Ranks:
+def start() -> None:
     """Join torchrun's process group (nccl or gloo); alone on CUDA, a group of one; else none."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else "cpu"
     if cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device())
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    patience = timedelta(hours=2)  # ranks wait for the longest rollout of all
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=patience)
+    if "RANK" in os.environ:  # patience: ranks wait for the longest rollout of all
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
     elif cuda:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if not dist.is_initialized():
-        return Ranks(0, 1, torch.device(device))
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device(device))
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """The number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def finish() -> None:
@@ -103,7 +101,7 @@ def all_cat(values: torch.Tensor) -> torch.Tensor:
     """1-D tensors of any length from every rank, concatenated in rank order."""
     if not dist.is_initialized():
         return values
-    counts = [torch.zeros((), dtype=torch.long) for _ in range(dist.get_world_size())]
+    counts = [torch.zeros((), dtype=torch.long) for _ in range(world())]
     dist.all_gather(counts, torch.tensor(len(values)))
     padded = torch.zeros(int(max(counts)), dtype=values.dtype, device=values.device)
     padded[: len(values)] = values
@@ -124,7 +122,7 @@ def gather(value: Any) -> list:
     """Every rank's value, in rank order, on every rank."""
     values = [value]
     if dist.is_initialized():
-        values = [None] * dist.get_world_size()
+        values = [None] * world()
         dist.all_gather_object(values, value)
     return values
 
@@ -137,7 +135,7 @@ def barrier() -> None:
 # --------------------------------------------------------------------------------------- sharding
 
 
-def load_policy(name: str, ranks: Ranks) -> Model:
+def load_policy(name: str) -> Model:
     """A model with float32 weights, sharded where there is a process group, and `.token_stats`."""
     if not dist.is_initialized():
         model = load_model(name)
@@ -145,30 +143,29 @@ def load_policy(name: str, ranks: Ranks) -> Model:
         return model
     # Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
     # shards, and receives its own: no GPU ever holds the whole float32 model.
-    whole = load_model(name) if ranks.main else None
+    whole = load_model(name) if rank() == 0 else None
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     check_head(model)
-    shard(model, ranks)
-    model.to_empty(device=ranks.device)
+    shard(model)
+    model.to_empty(device=device())
     for module in model.modules():  # rotary frequencies are computed, not stored
         if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)
-    weights = whole.state_dict() if ranks.main else {}
+    weights = whole.state_dict() if rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
-    if ranks.main:
+    if rank() == 0:
         model.generation_config = whole.generation_config
     model.generation_config = broadcast(model.generation_config)
     return model.eval()
 
 
-def shard(model: Model, ranks: Ranks) -> None:
+def shard(model: Model) -> None:
     """FSDP2: each decoder layer is a group; embedding, norm and head are the root's."""
-    cuda = ranks.device.type == "cuda"
-    options = {"mesh": init_device_mesh(ranks.device.type, (ranks.world,))}
-    if cuda:
+    options = {"mesh": init_device_mesh(device().type, (world(),))}
+    if device().type == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.base_model.layers:
         fully_shard(layer, **options)
@@ -203,7 +200,7 @@ def gathered(model: Model) -> Iterator[None]:
 # ------------------------------------------------------------------ run directories, checkpoints
 
 
-def open_run(output: str, resume: bool, config: dict, ranks: Ranks) -> tuple[Path, Path | None]:
+def open_run(output: str, resume: bool, config: dict) -> tuple[Path, Path | None]:
     """The run directory and the checkpoint to continue from, if any; raises InputError.
 
     Writes config.json, and cuts metrics.jsonl (a line for each step) back to the checkpoint.
@@ -214,7 +211,7 @@ def open_run(output: str, resume: bool, config: dict, ranks: Ranks) -> tuple[Pat
         raise InputError(f"--output {run} holds a run: add --resume or name another directory")
     barrier()
     checkpoint = saved[-1] if saved else None
-    if ranks.main:
+    if rank() == 0:
         try:
             run.mkdir(parents=True, exist_ok=True)
             (run / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -242,7 +239,6 @@ def save(
     optimizer: Optimizer | None,
     tokenizer: Tokenizer,
     keep_last: int,
-    ranks: Ranks,
 ) -> None:
     """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
 
@@ -253,13 +249,13 @@ def save(
     folder = run / "checkpoints" / f"step_{step:06d}"
     partial = folder.with_suffix(".partial")
     try:
-        if ranks.main:
+        if rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         barrier()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
-        if ranks.main:
+        if rank() == 0:
             head = model.get_output_embeddings()
             if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
                 weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
@@ -268,7 +264,7 @@ def save(
         moments = get_optimizer_state_dict(model, optimizer)
         dcp.save(moments, checkpoint_id=partial / "trainer", no_dist=not dist.is_initialized())
         barrier()
-        if ranks.main:
+        if rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
             for old in checkpoints(run)[:-keep_last]:

@@ -28,7 +28,7 @@ from transformers import HfArgumentParser
 
 import distributed
 import rollout
-from distributed import Ranks
+from distributed import rank, world
 from reward import extract_answer, is_correct
 from rollout import InputError, Model, Tokenizer, encode_prompt, load_problems
 
@@ -159,8 +159,8 @@ class Journal:
     Rank 0 writes the file; every rank holds all rows, of a response's text the end alone.
     """
 
-    def __init__(self, ranks: Ranks, path: Path | None = None):
-        self.ranks, self.path, self.rows = ranks, path, {}
+    def __init__(self, path: Path | None = None):
+        self.path, self.rows = path, {}
         if path and path.exists():
             self.keep(read_rows(path))
             self.tidy()
@@ -172,12 +172,12 @@ class Journal:
     def append(self, rows: list[dict]) -> None:
         rows = [row for row in rows if row_key(row) not in self.rows]
         self.keep(rows)
-        if self.path and self.ranks.main:
+        if self.path and rank() == 0:
             write_rows(self.path, rows, "a")
 
     def tidy(self) -> None:
         """Rewrite the file with its whole rows, each once, in the order of keys."""
-        if self.path and self.ranks.main:
+        if self.path and rank() == 0:
             rows = {row_key(row): row for row in read_rows(self.path)}
             whole = self.path.with_suffix(".partial")
             write_rows(whole, [rows[key] for key in sorted(rows)], "w")
@@ -199,18 +199,17 @@ class Journal:
         groups = [list(group) for _, group in itertools.groupby(keys, lambda key: key[:2])]
         chunks = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
         chunks = [chunk for chunk in chunks if not self.rows.keys() >= set(chunk)]
-        rank, world = self.ranks.rank, self.ranks.world
 
         def made() -> Iterator[list[dict]]:
-            for start in range(0, len(chunks), world):
-                mine = chunks[start + rank] if start + rank < len(chunks) else []
+            for start in range(0, len(chunks), world()):
+                mine = next(iter(chunks[start + rank() : start + world()]), [])
                 rows = zip(mine, work(mine) if mine else [], strict=True)
                 yield from distributed.gather([key._asdict() | row for key, row in rows])
 
         done = zip(chunks, made(), strict=False)
         for name, group in itertools.groupby(done, lambda pair: pair[0][0][:2]):
             total = sum(len(chunk) for chunk in chunks if chunk[0][:2] == name)
-            with tqdm(total=total, desc=label + " ".join(name), disable=rank > 0) as bar:
+            with tqdm(total=total, desc=label + " ".join(name), disable=rank() > 0) as bar:
                 for chunk, rows in group:
                     self.append(rows)
                     right = [row["correct"] for key, row in self.rows.items() if key[:2] == name]
@@ -258,7 +257,7 @@ def sample_suite(
             top_p=top_p,
             batch_size=cfg.rollout_batch_size,
             seed=random.Random(f"{cfg.seed} {tuple(chunk[0])}").getrandbits(60),
-            progress="batch" if journal.ranks.main else None,
+            progress="batch" if rank() == 0 else None,
         )
         return [
             {
@@ -276,15 +275,13 @@ def sample_suite(
     return {key: journal.rows[key] for key in keys}
 
 
-def evaluate(
-    model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any, ranks: Ranks
-) -> dict[str, dict]:
+def evaluate(model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any) -> dict[str, dict]:
     """{benchmark: scores} of a model in memory under the training decoding; writes no file.
 
     cfg as in sample_suite. Called by every rank, which all get the scores; seeds torch.
     """
     decodings = {"training": DECODINGS["training"]}
-    return score(sample_suite(model, tokenizer, suite, decodings, Journal(ranks), cfg))["training"]
+    return score(sample_suite(model, tokenizer, suite, decodings, Journal(), cfg))["training"]
 
 
 # ------------------------------------------------------------------------------ the second opinion
@@ -451,7 +448,7 @@ def file_name(model: str) -> str:
     return re.sub(r"[^\w.]+", "-", model).strip("-")
 
 
-def open_output(cfg: Config, ranks: Ranks) -> Path:
+def open_output(cfg: Config) -> Path:
     """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
     names = "model samples limit max_new_tokens rollout_batch_size seed instruction".split()
@@ -461,7 +458,7 @@ def open_output(cfg: Config, ranks: Ranks) -> Path:
         samples = folder / "samples.jsonl"
         begun = samples.exists() and samples.stat().st_size > 0
         held = json.loads(path.read_text()) if begun else flags
-        if ranks.main and not begun:
+        if rank() == 0 and not begun:
             path.write_text(json.dumps(flags, indent=2) + "\n")
     except (OSError, ValueError) as error:
         raise InputError(f"--output {folder}: {error}; name another directory") from error
@@ -471,13 +468,14 @@ def open_output(cfg: Config, ranks: Ranks) -> Path:
     return folder
 
 
-def load(name: str, device: torch.device) -> tuple[Model, Tokenizer]:
-    """A model and its tokenizer: bfloat16 on a GPU, float32 on a CPU."""
+def load(name: str) -> tuple[Model, Tokenizer]:
+    """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU."""
+    device = distributed.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return rollout.load_model(name, dtype, device), rollout.load_tokenizer(name)
 
 
-def run(cfg: Config, ranks: Ranks) -> None:
+def run(cfg: Config) -> None:
     """Sample, grade, judge and print; raises InputError."""
     least = {"samples": 0, "limit": 0, "max_new_tokens": 1, "rollout_batch_size": 1}
     for name in [name for name in least if getattr(cfg, name) < least[name]]:
@@ -486,19 +484,19 @@ def run(cfg: Config, ranks: Ranks) -> None:
     suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit)
     for name in [cfg.model, cfg.verifier][: 1 + bool(cfg.verifier)]:
         rollout.load_tokenizer(name)  # a wrong name fails here, not after hours
-    folder = open_output(cfg, ranks)
-    journal = Journal(ranks, folder / "samples.jsonl")
-    model, tokenizer = load(cfg.model, ranks.device)
-    if not tokenizer.chat_template and ranks.main:
+    folder = open_output(cfg)
+    journal = Journal(folder / "samples.jsonl")
+    model, tokenizer = load(cfg.model)
+    if not tokenizer.chat_template and rank() == 0:
         print(f"{cfg.model} has no chat template: problems go in as plain text")
     samples, verdicts = sample_suite(model, tokenizer, suite, decodings, journal, cfg), None
     if cfg.verifier:
         del model  # its memory is the verifier's
-        verdicts = Journal(ranks, folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
-        judge = load(cfg.verifier, ranks.device)
+        verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
+        judge = load(cfg.verifier)
         second_opinion(*judge, suite, samples, verdicts, cfg.rollout_batch_size)
     scores = score(samples, verdicts and verdicts.rows)
-    if ranks.main:
+    if rank() == 0:
         text = tables(cfg.model, suite, scores)
         (folder / "table.md").write_text(text, encoding="utf-8")
         document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2)
@@ -509,11 +507,11 @@ def run(cfg: Config, ranks: Ranks) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0])
     cfg = Config(**vars(parser.parse_args(argv)))
-    ranks = distributed.start()
+    distributed.start()
     try:
-        run(cfg, ranks)
+        run(cfg)
     except (InputError, OSError) as error:  # wrong flags, a full disk
-        sys.exit(f"eval.py: {error}" if ranks.main else 1)
+        sys.exit(f"eval.py: {error}" if rank() == 0 else 1)
     finally:
         distributed.finish()
 

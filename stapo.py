@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 import distributed
 import eval as evaluation
-from distributed import Ranks, all_cat, all_max, all_sum
+from distributed import all_cat, all_max, all_sum, rank, world
 from reward import math_reward
 from rollout import (
     INSTRUCTION,
@@ -397,7 +397,6 @@ def update(
     optimizer: Optimizer | None,
     episodes: list[Episode],
     cfg: Config,
-    world: int,
 ) -> dict:
     """One optimiser step on a mini-batch whose mask is formed from the episodes' logp and entropy.
 
@@ -418,10 +417,10 @@ def update(
             (logp.sum() * 0).backward()
             continue
         # FSDP averages gradients over ranks, so a global sum is divided by the share of a rank.
-        denominator = totals["denominator"] / world
+        denominator = totals["denominator"] / world()
         loss, sums = batch_loss(cfg, batch, logp, entropy, mask, denominator)
         loss.backward()
-        for name, value in {"loss": loss.detach() / world, **sums}.items():
+        for name, value in {"loss": loss.detach() / world(), **sums}.items():
             local[name] += value.double().cpu()
     model.eval()
     for parameter in model.parameters():
@@ -439,7 +438,7 @@ def update(
 # =============================================================================== data and rollouts
 
 
-def training_problems(cfg: Config, tokenizer: Tokenizer, main: bool) -> list[dict]:
+def training_problems(cfg: Config, tokenizer: Tokenizer) -> list[dict]:
     """[{"problem", "answer", "prompt_ids"}] with the prompts that are too long dropped aloud."""
     problems = load_problems(cfg.data)
     for problem in problems:
@@ -447,7 +446,7 @@ def training_problems(cfg: Config, tokenizer: Tokenizer, main: bool) -> list[dic
     kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
     if not kept:
         raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
-    if main:
+    if rank() == 0:
         dropped = len(problems) - len(kept)
         print(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
     return kept
@@ -475,15 +474,15 @@ def seeded(*numbers: int) -> torch.Generator:
 
 
 def collect(
-    model: Model, tokenizer: Tokenizer, problems: list[dict], step: int, cfg: Config, ranks: Ranks
+    model: Model, tokenizer: Tokenizer, problems: list[dict], step: int, cfg: Config
 ) -> list[list[Episode]]:
     """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
     """
     indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
-    places = torch.arange(cfg.batch_size).view(-1, ranks.world, cfg.mini_batch_size // ranks.world)
-    mine = places[:, ranks.rank].flatten().repeat_interleave(cfg.group_size).tolist()
+    places = torch.arange(cfg.batch_size).view(-1, world(), cfg.mini_batch_size // world())
+    mine = places[:, rank()].flatten().repeat_interleave(cfg.group_size).tolist()
     chosen = [problems[indices[place]] for place in mine]
     with distributed.gathered(model):
         responses = sample(
@@ -493,8 +492,8 @@ def collect(
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
             engine=cfg.engine,
-            seed=mix(cfg.seed, step, ranks.rank),
-            progress="rollout" if ranks.main else None,
+            seed=mix(cfg.seed, step, rank()),
+            progress="rollout" if rank() == 0 else None,
         )
     rewards = [math_reward(r.text, p["answer"]) for r, p in zip(responses, chosen, strict=True)]
     rewards = torch.tensor(rewards).nan_to_num(nan=-1.0)  # what cannot be graded is not right
@@ -573,7 +572,6 @@ def dump_tokens(
     tokenizer: Tokenizer,
     mini_batches: list[list[Episode]],
     cfg: Config,
-    ranks: Ranks,
 ) -> None:
     """Write what figures.py draws: tokens of responses with A > 0, as pi_old sees them.
 
@@ -587,7 +585,7 @@ def dump_tokens(
     generator, tokens, rare = seeded(cfg.seed, step), [], []
     for kind in (low, ~low):
         shuffled = kind.nonzero().flatten()[torch.randperm(int(kind.sum()), generator=generator)]
-        chosen = shuffled[: DUMPED_TOKENS // 2 // ranks.world].tolist()
+        chosen = shuffled[: DUMPED_TOKENS // 2 // world()].tolist()
         for index in chosen:
             number = bisect.bisect(ends, index)
             e, t = positive[number], index - ends[number]  # t < 0: from the response's end
@@ -596,7 +594,7 @@ def dump_tokens(
             token |= {"advantage": e.advantage, "silenced": bool(low[index] & ~e.keep[t])}
             tokens.append(token | {"weight": len(shuffled) / len(chosen)})
             rare += [(tokens[-1], e, t)] if low[index] else []
-    describe(model, tokenizer, rare[: DUMPED_CASES // ranks.world])
+    describe(model, tokenizer, rare[: DUMPED_CASES // world()])
     counts = all_sum({"positive": len(low), "all": sum(len(e.logp) for e in episodes)})
     dump = {
         "step": step,
@@ -607,7 +605,7 @@ def dump_tokens(
         "all_tokens": int(counts["all"]),
         "tokens": list(itertools.chain(*distributed.gather(tokens))),
     }
-    if ranks.main:
+    if rank() == 0:
         path.parent.mkdir(exist_ok=True)
         path.with_suffix(".partial").write_text(json.dumps(dump))
         path.with_suffix(".partial").rename(path)
@@ -642,7 +640,7 @@ def show(episode: Episode, step: int) -> None:
     tqdm.write(f"--- step {step}, {verdict} (the answer is {answer}): {problem}\n{text}")
 
 
-def check(cfg: Config, world: int) -> None:
+def check(cfg: Config) -> None:
     """Refuse flags that cannot work; raises InputError naming the flag."""
 
     def need(name: str, holds: bool, why: str) -> None:
@@ -666,24 +664,26 @@ def check(cfg: Config, world: int) -> None:
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
-    need("mini_batch_size", cfg.mini_batch_size % world == 0, f"not a multiple of {world} ranks")
+    need(
+        "mini_batch_size", cfg.mini_batch_size % world() == 0, f"not a multiple of {world()} ranks"
+    )
 
 
-def train(cfg: Config, ranks: Ranks) -> None:
+def train(cfg: Config) -> None:
     """The training loop: a rollout batch and its optimiser steps, --steps times."""
-    check(cfg, ranks.world)
+    check(cfg)
     tokenizer = load_tokenizer(cfg.model)
-    problems = training_problems(cfg, tokenizer, ranks.main)
+    problems = training_problems(cfg, tokenizer)
     suite = evaluation.load_benchmarks(cfg.eval_benchmarks) if cfg.eval_every else {}
     run = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
-    run, checkpoint = distributed.open_run(run, cfg.resume, asdict(cfg), ranks)
-    model = distributed.load_policy(str(checkpoint or cfg.model), ranks)
-    reference = distributed.load_policy(cfg.model, ranks) if cfg.method == "grpo" else None
+    run, checkpoint = distributed.open_run(run, cfg.resume, asdict(cfg))
+    model = distributed.load_policy(str(checkpoint or cfg.model))
+    reference = distributed.load_policy(cfg.model) if cfg.method == "grpo" else None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = None  # --lr 0 measures the model and leaves it as it is
     if cfg.lr > 0:
-        fused = ranks.device.type == "cuda"
+        fused = model.device.type == "cuda"
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused
         )
@@ -691,11 +691,11 @@ def train(cfg: Config, ranks: Ranks) -> None:
     if checkpoint and optimizer:
         distributed.load_optimizer(checkpoint, model, optimizer)
     bad, stop, found = 0, StopSignal(), Counter()
-    bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=not ranks.main)
+    bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=rank() > 0)
     for step in range(done + 1, cfg.steps + 1):
         started = time.time()
         model.zero_grad()  # gradients take no memory during a rollout
-        mini_batches = collect(model, tokenizer, problems, step, cfg, ranks)
+        mini_batches = collect(model, tokenizer, problems, step, cfg)
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         if reference:
             scores = score(reference, episodes, cfg)
@@ -703,7 +703,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 episode.ref_logp = ref_logp
         if cfg.dump_every and step % cfg.dump_every == 0:
             path = run / "dumps" / f"step_{step:06d}.json"
-            dump_tokens(path, step, model, tokenizer, mini_batches, cfg, ranks)
+            dump_tokens(path, step, model, tokenizer, mini_batches, cfg)
         metrics = {"step": step} | rollout_metrics(episodes, cfg)
         rolled_out = time.time()
         lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
@@ -713,7 +713,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 optimizer.param_groups[0]["lr"] = lr
                 if number > 0:  # before the first, pi_theta = pi_old: its statistics are there
                     refresh_stats(model, mini_batch, cfg)
-            totals.append(update(model, optimizer, mini_batch, cfg, ranks.world))
+            totals.append(update(model, optimizer, mini_batch, cfg))
             bad = 0 if totals[-1]["finite"] else bad + 1
             if bad == 3:
                 raise SystemExit(f"stapo.py: step {step}: three updates in a row were not finite")
@@ -729,9 +729,9 @@ def train(cfg: Config, ranks: Ranks) -> None:
         }
         if cfg.eval_every and step % cfg.eval_every == 0:
             with distributed.gathered(model):
-                metrics["eval"] = evaluation.evaluate(model, tokenizer, suite, cfg, ranks)
+                metrics["eval"] = evaluation.evaluate(model, tokenizer, suite, cfg)
         stopping = all_max(int(stop.asked)) > 0
-        if ranks.main:
+        if rank() == 0:
             with open(run / "metrics.jsonl", "a") as log:
                 log.write(json.dumps(finite(metrics)) + "\n")
             bar.update()
@@ -741,13 +741,13 @@ def train(cfg: Config, ranks: Ranks) -> None:
                 show(episodes[0], step)
         last = stopping or step == cfg.steps
         if optimizer and (last or (cfg.save_every and step % cfg.save_every == 0)):
-            distributed.save(run, step, model, optimizer, tokenizer, cfg.keep_last, ranks)
+            distributed.save(run, step, model, optimizer, tokenizer, cfg.keep_last)
         if stopping:
-            if ranks.main:
+            if rank() == 0:
                 bar.write(f"stopped after step {step}; continue with --resume --output {run}")
             break
     bar.close()
-    if ranks.main and not optimizer and found:
+    if rank() == 0 and not optimizer and found:
         percent = 100 * found["silenced"] / found["tokens"]
         print(f"{found['silenced']} of {found['tokens']} tokens are spurious: {percent:.4f} %")
 
@@ -783,9 +783,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
     cfg = Config(**vars(parser.parse_args(argv)))
     logging.disable_progress_bar()
-    ranks = distributed.start()
+    distributed.start()
     try:
-        train(cfg, ranks)
+        train(cfg)
     except (InputError, OSError) as error:  # wrong flags, a full disk
         sys.exit(f"stapo.py: {error}")
     finally:

@@ -281,7 +281,7 @@ def update(quick: bool) -> list[dict]:
         gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
 
     def ours():
-        stapo.update(model, optimizer, episodes, cfg, 1)
+        stapo.update(model, optimizer, episodes, cfg)
         keep_gradient("ours")
 
     def twin():
@@ -488,7 +488,8 @@ def step(quick: bool) -> list[dict]:
     mine, peer = pair = [random_model(quick, **(QWEN3["1.7B"] if large else {})) for _ in "ab"]
     tokenizer = word_tokenizer(mine.config.vocab_size)
     if large:
-        distributed.shard(mine, ranks())  # this is what makes the compute bfloat16
+        start()
+        distributed.shard(mine)  # this is what makes the compute bfloat16
     for model in pair:
         if large:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -506,11 +507,11 @@ def step(quick: bool) -> list[dict]:
     def ours():
         """What stapo.train does in a step."""
         number = len(tokens["ours"]) + 1
-        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg, ranks())
+        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg)
         for number, mini_batch in enumerate(mini_batches):
             if number > 0:
                 stapo.refresh_stats(mine, mini_batch, cfg)
-            stapo.update(mine, optimizer, mini_batch, cfg, 1)
+            stapo.update(mine, optimizer, mini_batch, cfg)
         optimizer.zero_grad()  # as TRL leaves it, so that the peaks compare
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         stapo.rollout_metrics(episodes, cfg)
@@ -540,9 +541,9 @@ def step(quick: bool) -> list[dict]:
 
 
 @functools.cache
-def ranks() -> distributed.Ranks:
+def start() -> None:
     """A process group of one where there is a GPU, as stapo.py has."""
-    return distributed.start()
+    distributed.start()
 
 
 # ---------------------------------------- memory: bytes on each GPU
@@ -641,13 +642,14 @@ def memory(quick: bool) -> list[dict]:
         print("memory: no GPU, so the sums meet no measured peak here" if not CUDA else "")
         return []
     model = random_model(**QWEN3["1.7B"])
-    distributed.shard(model, ranks())
+    start()
+    distributed.shard(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     episodes = random_episodes(model, [1008] * 16, zero_groups=0)  # 16 x 1,024 = 16,384 tokens
     for _ in range(2):  # the first makes AdamW's states
         torch.cuda.reset_peak_memory_stats()
-        stapo.update(model, optimizer, episodes, stapo.Config(), 1)
+        stapo.update(model, optimizer, episodes, stapo.Config())
     ratio = torch.cuda.max_memory_allocated() / bytes_per_gpu(QWEN3["1.7B"], 1)["update"]
     what = "memory, 1.7B on one GPU: |measured peak / sum - 1|"
     return [row(what, abs(ratio - 1), most=0.15)]

@@ -62,7 +62,7 @@ def canned_rollouts(case: str) -> dict:
     return canned
 
 
-def run(case: str, folder: Path, ranks: distributed.Ranks) -> None:
+def run(case: str, folder: Path) -> None:
     flags = CASES[case][0].format(folder=folder)
     canned, gradients, calls = canned_rollouts(case), [], []
 
@@ -90,31 +90,31 @@ def run(case: str, folder: Path, ranks: distributed.Ranks) -> None:
     stapo.sample, torch.optim.AdamW = sample, Recorder
     stapo.math_reward = lambda text, gold: float(text)
     if case == "poisoned":
-        poison = [ranks.rank == ranks.world - 1]
+        poison = [distributed.rank() == distributed.world() - 1]
 
         def batch_loss(*args):
             loss, sums = real[3](*args)
             return (loss * float("nan") if poison and poison.pop() else loss), sums
 
         stapo.batch_loss = batch_loss
-    output = folder / f"world{ranks.world}-{case}"
+    output = folder / f"world{distributed.world()}-{case}"
     argv = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --batch_size {PROMPTS} --mini_batch_size 4 --group_size {GROUP} --max_new_tokens 30
         --lr 1e-6 --warmup_steps 0 --tau_p 0.002 --save_every 0 --gradient_checkpointing False
         --tokens_per_micro_batch 300 --output {output} {flags}"""
     parser = stapo.Parser(stapo.Config)
     try:
-        stapo.train(stapo.Config(**vars(parser.parse_args(argv.split()))), ranks)
+        stapo.train(stapo.Config(**vars(parser.parse_args(argv.split()))))
     finally:
         stapo.sample, stapo.math_reward, torch.optim.AdamW, stapo.batch_loss = real
-    if ranks.main:
+    if distributed.rank() == 0:
         lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
         torch.save({"gradients": gradients, "metrics": lines}, f"{output}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    ranks = distributed.start()
+    distributed.start()
     for case in CASES:
-        run(case, Path(sys.argv[1]), ranks)
+        run(case, Path(sys.argv[1]))
     distributed.finish()

@@ -15,13 +15,11 @@ import pytest
 import torch
 
 import eval as evaluation
-from distributed import Ranks
 from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
-ALONE = Ranks(0, 1, torch.device("cpu"))
 REAL = ROOT.parent / "shared" / "benchmarks"
 real_files = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} with the real files is absent")
 
@@ -365,7 +363,7 @@ def test_evaluate_gives_a_training_run_the_same_scores(held_out):
     suite = evaluation.load_benchmarks([str(TINY / "test.jsonl")], limit=6)
     cfg = evaluation.Config("", max_new_tokens=48, rollout_batch_size=5, instruction="")
     model, tokenizer = load_model(str(TINY)).train(), load_tokenizer(str(TINY))
-    found = evaluation.evaluate(model, tokenizer, suite, cfg, ALONE)
+    found = evaluation.evaluate(model, tokenizer, suite, cfg)
     wanted = json.loads((held_out / "scores.json").read_text())["scores"]["training"]
     assert json.loads(json.dumps(found)) == wanted and wanted["test"]["no_box_fraction"] < 1
     assert model.training
@@ -376,7 +374,9 @@ def test_ranks_share_the_unfinished_chunks_evenly(monkeypatch):
     keys += [evaluation.Key("b", "d", p, 0) for p in range(9)]
     shares = []
     for rank in range(3):
-        journal, share = evaluation.Journal(Ranks(rank, 3, ALONE.device)), []
+        monkeypatch.setattr(evaluation, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(evaluation, "world", lambda: 3)
+        journal, share = evaluation.Journal(), []
         gather = lambda rows, rank=rank: [rows if i == rank else [] for i in range(3)]  # noqa: E731
         monkeypatch.setattr(evaluation.distributed, "gather", gather)
         held = [*keys[5:15], keys[23]]  # two whole chunks, and a row of another

@@ -19,8 +19,6 @@ import stapo
 from rollout import Response, pad_batch
 from stapo import Config, Episode, stapo_loss, update
 
-ALONE = distributed.Ranks(0, 1, torch.device("cpu"))
-
 
 def make_episodes(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-")):
     """Groups of random responses, scored under `model`; rewards as the strings say."""
@@ -66,7 +64,7 @@ class Frozen:
 
 def gradient_of(model, episodes, **flags):
     cfg = Config(grad_clip=math.inf, **flags)
-    totals = update(model, Frozen(model), episodes, cfg, 1)
+    totals = update(model, Frozen(model), episodes, cfg)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), totals
 
 
@@ -176,7 +174,7 @@ def test_nothing_to_learn_still_steps_the_optimiser(model):
     episodes = make_episodes(model, groups=("---", "+++"))
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    totals = update(model, optimizer, episodes, Config(), 1)
+    totals = update(model, optimizer, episodes, Config())
     assert totals["loss"] == 0 and totals["grad_norm"] == 0
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] * (1 - 0.001))
@@ -186,7 +184,7 @@ def test_not_finite_is_skipped(model):
     episodes = make_episodes(model)
     episodes[0].old_logp[0] = math.nan
     optimizer = Frozen(model)
-    totals = update(model, optimizer, episodes, Config(), 1)
+    totals = update(model, optimizer, episodes, Config())
     assert not totals["finite"] and optimizer.steps == 0
 
 
