@@ -48,20 +48,20 @@ warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is de
 
 def device() -> torch.device:
     """The GPU that is this process's own, or the CPU."""
-    cuda = torch.cuda.is_available()
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    )
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def start() -> None:
     """Join torchrun's process group (nccl or gloo); alone on CUDA, a group of one; else none."""
-    cuda = torch.cuda.is_available()
+    cuda = device().type == "cuda"
     if cuda:
         torch.cuda.set_device(device())
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "RANK" in os.environ:  # patience: ranks wait for the longest rollout of all
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    if "RANK" in os.environ:
+        patience = timedelta(hours=2)  # ranks wait for the longest rollout of all
+        dist.init_process_group(backend, timeout=patience)
     elif cuda:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

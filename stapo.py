@@ -392,12 +392,7 @@ def batch_loss(
     return stapo_loss(*args, tau_p=0.0, **clip, num_kept=denominator)[0], sums
 
 
-def update(
-    model: Model,
-    optimizer: Optimizer | None,
-    episodes: list[Episode],
-    cfg: Config,
-) -> dict:
+def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], cfg: Config) -> dict:
     """One optimiser step on a mini-batch whose mask is formed from the episodes' logp and entropy.
 
     Responses with A = 0 have no gradient (without a KL term) and are left out of the passes; they
@@ -664,9 +659,8 @@ def check(cfg: Config) -> None:
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
-    need(
-        "mini_batch_size", cfg.mini_batch_size % world() == 0, f"not a multiple of {world()} ranks"
-    )
+    whole = cfg.mini_batch_size % world() == 0
+    need("mini_batch_size", whole, f"not a multiple of {world()} ranks")
 
 
 def train(cfg: Config) -> None:

@@ -577,11 +577,7 @@ def layer_bytes_per_token(shape: dict) -> int:
 
 
 def bytes_per_gpu(
-    shape: dict,
-    gpus: int,
-    *,
-    micro_tokens: int = 16384,
-    response_tokens: int = 1024 + 15360,
+    shape: dict, gpus: int, *, micro_tokens: int = 16384, response_tokens: int = 1024 + 15360
 ) -> dict[str, int]:
     """What stapo.py holds on each GPU under FSDP2, and its two peaks, in bytes.
 

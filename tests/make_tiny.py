@@ -125,12 +125,7 @@ def make_model(tokenizer) -> Qwen3ForCausalLM:
 
 
 def batch(
-    tokenizer,
-    ordinary: list[int],
-    held_out: set[str],
-    size: int,
-    noise: float,
-    rng: random.Random,
+    tokenizer, ordinary: list[int], held_out: set[str], size: int, noise: float, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`size` noisy worked problems, none of them held out -> input_ids, labels: (size, L)."""
     rows = []
