@@ -153,6 +153,9 @@ def write_rows(path: Path, rows: Iterable[dict], mode: str) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+TAIL = 2000  # characters of a response that the verifier sees
+
+
 class Journal:
     """The rows of a .jsonl file, by key, appended as they come; without a path, in memory alone.
 
@@ -306,7 +309,6 @@ A: CORRECT - the final answer agrees with the reference answer.
 B: INCORRECT - there is a final answer and it disagrees.
 C: INVALID - there is no final answer: the solution breaks off, repeats itself or is no solution.
 Reply with one letter, A, B or C, and nothing else."""
-TAIL = 2000  # characters of a response that the verifier sees
 LETTERS = {"A": "CORRECT", "B": "INCORRECT", "C": "INVALID"}
 VERDICTS = (*LETTERS.values(), "UNREADABLE")
 

@@ -104,19 +104,17 @@ def load_problems(source: str, split: str = "train") -> list[dict[str, str]]:
     """
     import datasets  # slow to import, and needed by no other function
 
-    suffix = Path(source).suffix
+    builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    builder = builders.get(Path(source).suffix)
+    if builder and not Path(source).is_file():
+        raise InputError(f"{source}: no such file")
+    if builder and Path(source).stat().st_size == 0:
+        raise InputError(f"{source}: the file is empty")
     try:
-        if suffix in (".jsonl", ".json", ".parquet"):
-            if not Path(source).is_file():
-                raise InputError(f"{source}: no such file")
-            if Path(source).stat().st_size == 0:
-                raise InputError(f"{source}: the file is empty")
-            builder = "parquet" if suffix == ".parquet" else "json"
+        if builder:
             rows = datasets.load_dataset(builder, data_files=source, split="train")
         else:
             rows = datasets.load_dataset(source, split=split)
-    except InputError:
-        raise
     except Exception as error:  # datasets raises a dozen unrelated kinds
         reason = first_line(error)
         raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error
@@ -140,14 +138,13 @@ def read_row(row: dict) -> tuple[str, str]:
         problem = problem[-1]["content"] or ""
         wrapped = DAPO_WRAPPER.fullmatch(problem)
         problem = wrapped[1] if wrapped else problem
-    answer = row.get("answer")
-    if answer is None:
-        answer = row.get("final_answer")
-    if answer is None and isinstance(row.get("reward_model"), dict):
-        answer = row["reward_model"].get("ground_truth")
+    model = row.get("reward_model")
+    answers = [row.get("answer"), row.get("final_answer")]
+    answers += [model.get("ground_truth")] if isinstance(model, dict) else []
+    answer = next((answer for answer in answers if answer is not None), "")
     if isinstance(answer, list):
         answer = ", ".join(map(str, answer))
-    return str(problem).strip(), "" if answer is None else str(answer).strip()
+    return str(problem).strip(), str(answer).strip()
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: str, instruction: str = INSTRUCTION) -> list[int]:
