@@ -75,7 +75,7 @@ def extract_answer(response: str, *, answer_line: bool = False) -> str | None:
     if answer_line:
         text = response[-MAX_RESPONSE:]
     else:
-        text = response[max(0, last - MAX_RESPONSE // 2) : last + MAX_RESPONSE] if last >= 0 else ""
+        text = response[max(0, last - MAX_RESPONSE // 2) : last + MAX_RESPONSE]
     box = _last_box(text)
     if answer_line:
         lines = list(_ANSWER_LINE.finditer(text))
@@ -152,11 +152,11 @@ _RULES = [(trigger, re.compile(pattern), new) for trigger, pattern, new in _RULE
 def _clean(text: str) -> str:
     text = text.translate(_UNICODE).strip().rstrip(".").strip()
     for trigger, pattern, new in _RULES:
-        if new is None and "\\" in text:
+        if new is None:
             # \text beside other content is a unit; an answer that is all \text is the answer.
             bare = _UNITS.sub(" ", text)
             text = bare if re.search(r"[A-Za-z0-9]", bare) else pattern.sub(r"\1", text)
-        elif new is not None and trigger in text:
+        elif trigger in text:
             text = pattern.sub(new, text)
     return text.strip(" =").rstrip(" .,")
 
@@ -218,7 +218,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _is_name(token: str) -> bool:
-    return token.lstrip("\\")[:1].isalpha() and token not in _COMMANDS and token not in ("e", "i")
+    return token.lstrip("\\")[:1].isalpha()
 
 
 def _exact(x) -> bool:
@@ -237,19 +237,18 @@ def _divide(a, b):
 
 
 def _power(a, b):
-    if _exact(a) and _exact(b) and b.denominator == 1:
-        size = max(a.numerator.bit_length(), a.denominator.bit_length())
-        if size * abs(b) <= MAX_BITS and (a or b > 0):
-            return Fraction(a) ** int(b)
-    if isinstance(a, complex) or isinstance(b, complex) or a < 0:
-        return complex(a) ** complex(b)
+    if not _exact(a) or not _exact(b):
+        return a**b
+    size = max(a.numerator.bit_length(), a.denominator.bit_length())
+    if b.denominator == 1 and size * abs(b) <= MAX_BITS:
+        return Fraction(a) ** int(b)
     return float(a) ** float(b)
 
 
 def _root(x, index):
     if not isinstance(x, complex) and x < 0 and _exact(index) and index % 2:
         return -_power(-x, _divide(1, index))  # the real root of an odd index
-    return cmath.sqrt(x) if index == 2 else _power(x, _divide(1, index))
+    return _power(x, _divide(1, index))
 
 
 def _factorial(x):
@@ -266,8 +265,7 @@ def _number(token: str):
     mantissa, _, exponent = token.lower().partition("e")
     if len(exponent) > 4:
         raise _Unreadable("too many digits")
-    value = Fraction(token)
-    return value.numerator if value.denominator == 1 else value
+    return Fraction(token)
 
 
 _CONSTANTS = {"pi": math.pi, "infty": INFINITY, "e": math.e, "i": 1j}
@@ -303,15 +301,12 @@ class _Reader:
         """Comma-separated items. With `expand`, an item with ± becomes two."""
         parts = []
         while True:
-            outer, start = (self.sign, self.plus_minus), self.at
-            if expand:
-                self.sign, self.plus_minus = 1, False
+            start = self.at
             parts.append(self.relation())
-            if expand:
-                if self.plus_minus:
-                    self.at, self.sign = start, -1
-                    parts.append(self.relation())
-                self.sign, self.plus_minus = outer
+            if expand and self.plus_minus:
+                self.at, self.sign = start, -1
+                parts.append(self.relation())
+                self.sign, self.plus_minus = 1, False
             if self.next not in (",", ";"):
                 return parts
             self.take()
@@ -326,7 +321,7 @@ class _Reader:
             named.append(_is_name(self.next) and self.tokens[self.at + 1] in _STOP)
             parts.append(self.union())
         if "≈" in operators:  # keep the exact value in "pi ≈ 3.14", the number in "x ≈ 3.14"
-            keep = operators.index("≈") + 1 + (operators[0] == "≈" and named[0])
+            keep = operators.index("≈") + 1 + (operators[0] == "≈" and named[0] and self.variables)
             parts, named, operators = parts[:keep], named[:keep], ["="] * (keep - 1)
         if not operators:
             return parts[0]
@@ -336,12 +331,12 @@ class _Reader:
         if operators == ["∈"] and named[0]:
             return parts[1]
         if set(operators) == {"="}:
-            if named[-1] and not named[0]:
+            if not named[0]:
                 parts, named = parts[::-1], named[::-1]
             if not all(_same(part, parts[-1]) for part in parts[1:]):
                 raise _Unreadable("sides of a chain that differ")
-            if not named[0] and not self.variables and _same(parts[0], parts[-1]):
-                return parts[-1]  # 2 + 3 = 5 stands for 5
+            if _same(parts[0], parts[-1]):
+                return parts[0]  # 2 + 3 = 5 stands for 5
             return _Form("=", [parts[0], parts[-1]], named[0])
         if set(operators) <= {">", "≥"}:
             parts, named = parts[::-1], named[::-1]

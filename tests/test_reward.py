@@ -87,6 +87,28 @@ $64$,$125$                    | 125, 64
 2 + 3 = 5                     | 5
 \dot{x}_{0} t + x_{0}         | x_0 + t \dot{x}_0
 m l \ddot{\theta}_1 - f       | -f + l m \ddot{\theta}_{1}
+.\overline{6}                 | \frac23
+e = \frac{1}{2}               | \frac12
+5 = x                         | 5
+x = y                         | y
+n(n+1) = n^2+n                | n^2+n
+\pi \approx 3.14              | \pi
+e \approx 2.718               | e
+\sqrt2 \approx 1.41           | \sqrt2
+x \approx 3.14                | 3.14
+x = \pi \approx 3.14          | \pi
+x > 2                         | (2, \infty)
+x < 2                         | (-\infty, 2)
+1 < x < 4                     | (1,4)
+x \ne 2                       | 2 \neq x
+\{-2, 1 \pm \sqrt5\}          | -2, 1+\sqrt5, 1-\sqrt5
+1 \pm 2, 5                    | -1, 3, 5
+\sqrt{3+4i}                   | 2+i
+\sqrt{-4}                     | 2i
+\sqrt[n]{-x}                  | (-x)^{1/n}
+200!/198!                     | 39800
+(5/2)!                        | \frac{15\sqrt\pi}{8}
+(3/7)^{1300} (11/5)^{900}     | (11/5)^{900} (3/7)^{1300}
 """
 DIFFERENT = r"""
 1.5          | 1.50001
@@ -116,6 +138,21 @@ NaN          | 1
 \bar{z}      | z
 \overline{z} | z
 \dot{x}      | x
+\frac13      | 0.333333333333
+\sqrt{-4}    | -2
+\lfloor 0.9999999999 \rfloor | 1
+3 ] 4        | 3
+5 = x y      | 5
+x = y        | x
+x = 2 = 3    | 3
+2 + 2 = 5    | 5
+1:2:3        | 1:5:3
+2x \in [1,2] | [1,2]
+x > 2        | x \ge 2
+x \ne 2      | x < 2
+1 < 2x < 4   | (1,4)
+3(0,4]       | (0,4]
+\begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
 """
@@ -145,8 +182,9 @@ def test_different(a, b):
         (r"\boxed{\boxed{3}}", "3"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
-        (r"\boxed{5}" + "x" * 99_000, "5"),
+        (r"\boxed{5}" + "x" * 500_000, "5"),
         ("x" * 500_000 + r"\boxed{5}", "5"),
+        (r"\boxed{4}" + "\nAnswer: 5", "4"),
         (r"\boxed{4", None),
         ("the answer is 4", None),
         ("Answer: 4", None),
