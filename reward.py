@@ -373,8 +373,7 @@ class _Reader:
         return sign
 
     def product(self):
-        sign = self.signs()
-        first = self.next
+        sign, first = self.signs(), self.next
         value = self.power()
         if sign < 0:
             value = -value
@@ -468,9 +467,6 @@ class _Reader:
         return _number(token)
 
     def group(self, opening: str):
-        if opening == "\\{" and self.next == "\\}":
-            self.take()
-            return _Form("{}", [])
         bars, self.bars = self.bars, 0
         parts = self.items(expand=opening == "\\{")
         self.bars = bars

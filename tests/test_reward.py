@@ -100,6 +100,9 @@ x = \pi \approx 3.14          | \pi
 x > 2                         | (2, \infty)
 x < 2                         | (-\infty, 2)
 1 < x < 4                     | (1,4)
+\sin 30^\circ                 | 0.5
+t(0,4]                        | (0,4]
+\sin(x) y                     | y \sin x
 x \ne 2                       | 2 \neq x
 \{-2, 1 \pm \sqrt5\}          | -2, 1+\sqrt5, 1-\sqrt5
 1 \pm 2, 5                    | -1, 3, 5
@@ -151,7 +154,8 @@ x = 2 = 3    | 3
 x > 2        | x \ge 2
 x \ne 2      | x < 2
 1 < 2x < 4   | (1,4)
-3(0,4]       | (0,4]
+3!!          | 720
+5 ? 3        | 3 ? 5
 \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
