@@ -515,7 +515,7 @@ class _Reader:
         seed = zlib.crc32(f"{name} {self.point}".encode())
         if self.domain == "integer":
             return 2 + seed % 37
-        value = (1.2 if self.point else 0.2) + seed / 2**31
+        value = 0.2 + seed / 2**31
         return -value if self.domain == "signed" and seed & 1 else value
 
 

@@ -102,6 +102,13 @@ x < 2                         | (-\infty, 2)
 1 < x < 4                     | (1,4)
 \sin 30^\circ                 | 0.5
 t(0,4]                        | (0,4]
+\sin 2t / 3                   | \frac{\sin 2t}{3}
+\sin 30^\circ + 30^\circ      | 30.5
+\ln^{-1} 2                    | 1/\ln 2
+\sqrt{x^2}                    | x
+e^{50}                        | e^{25} \cdot e^{25}
+\sin \pi                      | 0
+\begin{pmatrix} 1 \\ 2 \\ \end{pmatrix} | (1,2)
 \sin(x) y                     | y \sin x
 x \ne 2                       | 2 \neq x
 \{-2, 1 \pm \sqrt5\}          | -2, 1+\sqrt5, 1-\sqrt5
@@ -125,6 +132,7 @@ DIFFERENT = r"""
 \{1,1\}      | \{1,2\}
 1,2          | 1,2,3
 x            | |x|
+-x           | |x|
 x            | y
 x=5          | x=6
 y=2x         | x=2y
