@@ -107,6 +107,8 @@ t(0,4]                        | (0,4]
 \ln^{-1} 2                    | 1/\ln 2
 \sqrt{x^2}                    | x
 e^{50}                        | e^{25} \cdot e^{25}
+\{5\}                         | 5
+17_9                          | 17
 \sin \pi                      | 0
 \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix} | (1,2)
 \sin(x) y                     | y \sin x
@@ -163,6 +165,8 @@ x > 2        | x \ge 2
 x \ne 2      | x < 2
 1 < 2x < 4   | (1,4)
 3!!          | 720
+\{5, 6\}     | 6
+10^{10} \infty | 5
 5 ? 3        | 3 ? 5
 \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
