@@ -205,7 +205,7 @@ class Journal:
 
         def made() -> Iterator[list[dict]]:
             for start in range(0, len(chunks), world()):
-                mine = next(iter(chunks[start + rank() : start + world()]), [])
+                mine = chunks[start + rank()] if start + rank() < len(chunks) else []
                 rows = zip(mine, work(mine) if mine else [], strict=True)
                 yield from distributed.gather([key._asdict() | row for key, row in rows])
 

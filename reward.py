@@ -218,7 +218,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _is_name(token: str) -> bool:
-    return token.lstrip("\\")[:1].isalpha()
+    return token.lstrip("\\")[:1].isalpha() and token not in _COMMANDS and token not in ("e", "i")
 
 
 def _exact(x) -> bool:
@@ -314,7 +314,8 @@ class _Reader:
     def relation(self):
         start, operators = self.at, []
         parts = [self.union()]
-        kinds = "".join("n" if _is_name(t) else t for t in self.tokens[start : self.at])
+        read = self.tokens[start : self.at]  # e may be an eccentricity: e = 1/2
+        kinds = "".join("n" if _is_name(t) or t == "e" else t for t in read)
         named = [bool(re.fullmatch(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)", kinds))]
         while self.next in _RELATIONS:
             operators.append(self.take())
