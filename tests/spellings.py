@@ -4,11 +4,12 @@ r"""Right and wrong spellings of the benchmarks' gold answers, and what the grad
     python tests/spellings.py --math_verify   # the same cases through math-verify as well
 
 Every rewriting here is a plain edit of the gold string, made without a look at `reward.py`: a right
-spelling keeps the value by construction, a wrong one changes it. The benchmarks lie next to the
-repository, in ../shared/benchmarks.
+spelling keeps the value by construction, a wrong one changes it. The environment variable
+STAPO_BENCHMARKS names the folder of the six benchmarks: aime24.jsonl, ..., olympiadbench.jsonl.
 """
 
 import json
+import os
 import random
 import re
 import statistics
@@ -17,9 +18,8 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-BENCHMARKS = ROOT.parent / "shared" / "benchmarks"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
 FILES = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
 
 HOSTILE = {
@@ -357,10 +357,7 @@ def hostile_seconds(is_correct) -> dict[str, float]:
         ways = ((boxed(text), "5"), (boxed(text), text), (boxed("5"), text), (text, "5"))
         out[name] = max(seconds(is_correct, *way) for way in ways)
     for name, text in HOSTILE_RESPONSES.items():
-        out[name] = max(
-            seconds(is_correct, text, "5"),
-            seconds(lambda t=text: is_correct(t, "5", answer_line=True)),
-        )
+        out[name] = seconds(is_correct, text, "5")
     return out
 
 

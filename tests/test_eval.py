@@ -13,15 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import BENCHMARKS, ROOT, TINY
 
 import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "tests" / "tiny"
-REAL = ROOT.parent / "shared" / "benchmarks"
-real_files = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} with the real files is absent")
+real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
 class Letters:
@@ -310,7 +308,7 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
 @real_files
 def test_the_real_benchmarks_load_with_their_row_counts():
     keys = [benchmark.key for benchmark in evaluation.BENCHMARKS]
-    suite = evaluation.load_benchmarks(keys, str(REAL))
+    suite = evaluation.load_benchmarks(keys, str(BENCHMARKS))
     assert [len(problems) for problems in suite.values()] == [30, 30, 40, 500, 272, 674]
     assert [benchmark.samples for benchmark in suite] == [32, 32, 32, 4, 4, 4]
     for problems in suite.values():
@@ -320,7 +318,7 @@ def test_the_real_benchmarks_load_with_their_row_counts():
 
 @real_files
 def test_tiny_model_runs_end_to_end_over_all_six(tmp_path):
-    flags = ["--model", TINY, "--data_dir", REAL, "--limit", 3, "--samples", 2]
+    flags = ["--model", TINY, "--data_dir", BENCHMARKS, "--limit", 3, "--samples", 2]
     flags += ["--decoding", "training", "0,1", "--max_new_tokens", 12, "--rollout_batch_size", 5]
     scores = run(tmp_path / "out", *flags)
     assert [len(found) for found in scores.values()] == [6, 6]
@@ -332,7 +330,9 @@ def test_tiny_model_runs_end_to_end_over_all_six(tmp_path):
     # the greedy responses are those of one plain generate call
     model, tokenizer = load_model(str(TINY)), load_tokenizer(str(TINY))
     for row in [row for row in rows if row["decoding"] == "0,1" and row["problem"] == 2]:
-        problem = evaluation.load_problems(str(REAL / f"{row['benchmark']}.jsonl"))[2]["problem"]
+        problem = evaluation.load_problems(str(BENCHMARKS / f"{row['benchmark']}.jsonl"))[2][
+            "problem"
+        ]
         ids = torch.tensor([encode_prompt(tokenizer, problem)])
         out = model.generate(ids, do_sample=False, max_new_tokens=12, top_k=None, top_p=None)
         assert row["response"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

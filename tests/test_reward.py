@@ -7,10 +7,10 @@ import pytest
 import spellings
 from spellings import boxed
 
-from reward import dapo_strict_reward, extract_answer, is_correct, math_equal, math_reward
+from reward import extract_answer, is_correct, math_equal, math_reward
 
 needs_benchmarks = pytest.mark.skipif(
-    not spellings.BENCHMARKS.is_dir(), reason="../shared/benchmarks is not there"
+    not spellings.BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder"
 )
 
 EQUAL = r"""
@@ -215,15 +215,6 @@ def test_extract_answer(response, answer):
     assert extract_answer(response) == answer
 
 
-def test_answer_lines_count_only_when_asked_for():
-    assert not is_correct("Answer: 5", "5")
-    assert is_correct("so\n**Answer:** $5$\n", "5", answer_line=True)
-    assert is_correct(r"\boxed{4}" + "\nAnswer: 5", "5", answer_line=True)
-    assert is_correct("Answer: 5\n" + r"\boxed{4}", "4", answer_line=True)
-    assert is_correct(r"Answer: \boxed{\frac{1}{2}}", "0.5", answer_line=True)
-    assert not is_correct("Answer: 5\nAnswer: 6", "5", answer_line=True)
-
-
 def test_an_earlier_box_never_counts():
     assert not is_correct(r"\boxed{4} no, \boxed{5}", "4")
     assert not is_correct(r"\boxed{4} no, \boxed{}", "4")
@@ -255,10 +246,6 @@ def test_rounded_gold_answers():
 
 def test_rewards():
     assert math_reward(boxed("2/4"), "0.5") == 1.0 and math_reward(boxed("2/3"), "0.5") == -1.0
-    assert dapo_strict_reward(boxed("34"), "34") == 1.0
-    assert dapo_strict_reward(boxed("34.0"), "34") == -1.0
-    assert dapo_strict_reward(boxed("34") + "x" * 100, "34") == -1.0  # beyond 100 characters
-    assert dapo_strict_reward(r"\boxed{34} \boxed{3", "34") == -1.0  # no earlier box
 
 
 @needs_benchmarks
@@ -332,6 +319,6 @@ def test_fuzz():
         if answer:
             extracted += 1
             assert "boxed" in answer or is_correct(boxed(answer), answer), answer
-        extract_answer(a + b, answer_line=True)
+        extract_answer(a + b)
         is_correct(boxed(a), b)
     assert extracted > 3_000

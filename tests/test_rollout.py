@@ -355,7 +355,7 @@ def test_a_head_that_does_more_is_refused(random_model):
         rollout.check_head(model)
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="no ../shared/benchmarks beside the repository")
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 def test_dapo_rows_are_unwrapped_and_distinct():
     import datasets
 

@@ -1,7 +1,7 @@
 """The paper's comparison at a tiny scale: every method, several seeds, sweeps of tau_p and q.
 
-    python tests/make_tiny.py --noise 0.03 --output runs/noisy
-    python tests/replicate.py --jobs 2
+    python scripts/make_tiny.py --noise 0.03 --output runs/noisy
+    python scripts/replicate.py --jobs 2
 
 Runs that are complete are not run again. Prints a table (mean and standard deviation over seeds)
 and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations), 7 (tau_p) and the sweep of q.

@@ -1,7 +1,7 @@
 """Speed and memory, measured: pairs that do the same work, in turn, in one process, as ratios.
 
-    python tests/bench.py                       # head update rollout step memory
-    python tests/bench.py update step --quick   # small shapes: what the tests run; no bar applies
+    python scripts/bench.py                       # head update rollout step memory
+    python scripts/bench.py update step --quick   # small shapes: what the tests run; no bar applies
 
 Each pair is this project's fast code and a plain twin that computes the same result (it is checked
 to), or TRL's trainer in `step`, which is left out aloud where trl is not installed. A CPU runs on
@@ -123,7 +123,9 @@ def log_normal_lengths(count: int, median: float, longest: int) -> list[int]:
 # ---------------------------------------- head: scoring without the logits
 
 
-def plain_head(hidden, weight, targets):
+def plain_head(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """head_stats's twin: the (N, V) logits and their softmax, all at once."""
     logp = (hidden @ weight.T).log_softmax(-1)
     with torch.no_grad():
@@ -136,7 +138,7 @@ def plain_head(hidden, weight, targets):
 HEADS = {"plain": plain_head, "ours": head_stats}
 
 
-def head_inputs(tokens: int, words: int, width: int):
+def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=DEVICE, requires_grad=True)
     weight = torch.empty(words, width, device=DEVICE).normal_(std=0.1).requires_grad_()

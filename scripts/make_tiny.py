@@ -1,6 +1,6 @@
 """Make the tiny base model that the tests and the README's first command train.
 
-    python tests/make_tiny.py --output tests/tiny
+    python scripts/make_tiny.py --output tests/tiny
 
 A Qwen3 of a third of a million parameters is pre-trained on sums like `Q: 7+12-5=?` worked out
 step by step. It is a base model with the flaws that reinforcement learning is for, each of them
