@@ -70,7 +70,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world() -> int:
+def world_size() -> int:
     """The number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -101,7 +101,7 @@ def all_cat(values: torch.Tensor) -> torch.Tensor:
     """1-D tensors of any length from every rank, concatenated in rank order."""
     if not dist.is_initialized():
         return values
-    counts = [torch.zeros((), dtype=torch.long) for _ in range(world())]
+    counts = [torch.zeros((), dtype=torch.long) for _ in range(world_size())]
     dist.all_gather(counts, torch.tensor(len(values)))
     padded = torch.zeros(int(max(counts)), dtype=values.dtype, device=values.device)
     padded[: len(values)] = values
@@ -122,7 +122,7 @@ def gather(value: Any) -> list:
     """Every rank's value, in rank order, on every rank."""
     values = [value]
     if dist.is_initialized():
-        values = [None] * world()
+        values = [None] * world_size()
         dist.all_gather_object(values, value)
     return values
 
@@ -164,7 +164,7 @@ def load_policy(name: str) -> Model:
 
 def shard(model: Model) -> None:
     """FSDP2: each decoder layer is a group; embedding, norm and head are the root's."""
-    options = {"mesh": init_device_mesh(device().type, (world(),))}
+    options = {"mesh": init_device_mesh(device().type, (world_size(),))}
     if device().type == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.base_model.layers:
@@ -183,7 +183,7 @@ def reshard(model: Model) -> None:
 
 
 @contextlib.contextmanager
-def gathered(model: Model) -> Iterator[None]:
+def unsharded(model: Model) -> Iterator[None]:
     """All weights on every rank, gathered once (bfloat16 on CUDA): decoding gathers nothing."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:

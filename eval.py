@@ -28,7 +28,7 @@ from transformers import HfArgumentParser
 
 import distributed
 import rollout
-from distributed import rank, world
+from distributed import rank, world_size
 from reward import extract_answer, is_correct
 from rollout import InputError, Model, Tokenizer, encode_prompt, load_problems
 
@@ -204,7 +204,7 @@ class Journal:
         chunks = [chunk for chunk in chunks if not self.rows.keys() >= set(chunk)]
 
         def made() -> Iterator[list[dict]]:
-            for start in range(0, len(chunks), world()):
+            for start in range(0, len(chunks), world_size()):
                 mine = chunks[start + rank()] if start + rank() < len(chunks) else []
                 rows = zip(mine, work(mine) if mine else [], strict=True)
                 yield from distributed.gather([key._asdict() | row for key, row in rows])

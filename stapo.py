@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 import distributed
 import eval as evaluation
-from distributed import all_cat, all_max, all_sum, rank, world
+from distributed import all_cat, all_max, all_sum, rank, world_size
 from reward import math_reward
 from rollout import (
     INSTRUCTION,
@@ -355,7 +355,7 @@ def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
     return totals | {"tau_h": float(tau_h), "finite": totals["odd"] == 0}
 
 
-def refresh_stats(model: Model, episodes: list[Episode], cfg: Config) -> None:
+def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> None:
     """The statistics pass: p and H under the current policy, of the tokens the mask needs."""
     if cfg.method == "20-entropy" or (cfg.method == "stapo" and cfg.quantile_over == "all"):
         needed = episodes
@@ -412,10 +412,10 @@ def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], c
             (logp.sum() * 0).backward()
             continue
         # FSDP averages gradients over ranks, so a global sum is divided by the share of a rank.
-        denominator = totals["denominator"] / world()
+        denominator = totals["denominator"] / world_size()
         loss, sums = batch_loss(cfg, batch, logp, entropy, mask, denominator)
         loss.backward()
-        for name, value in {"loss": loss.detach() / world(), **sums}.items():
+        for name, value in {"loss": loss.detach() / world_size(), **sums}.items():
             local[name] += value.double().cpu()
     model.eval()
     for parameter in model.parameters():
@@ -476,10 +476,12 @@ def collect(
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
     """
     indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
-    places = torch.arange(cfg.batch_size).view(-1, world(), cfg.mini_batch_size // world())
+    places = torch.arange(cfg.batch_size).view(
+        -1, world_size(), cfg.mini_batch_size // world_size()
+    )
     mine = places[:, rank()].flatten().repeat_interleave(cfg.group_size).tolist()
     chosen = [problems[indices[place]] for place in mine]
-    with distributed.gathered(model):
+    with distributed.unsharded(model):
         responses = sample(
             model,
             tokenizer,
@@ -580,7 +582,7 @@ def dump_tokens(
     generator, tokens, rare = seeded(cfg.seed, step), [], []
     for kind in (low, ~low):
         shuffled = kind.nonzero().flatten()[torch.randperm(int(kind.sum()), generator=generator)]
-        chosen = shuffled[: DUMPED_TOKENS // 2 // world()].tolist()
+        chosen = shuffled[: DUMPED_TOKENS // 2 // world_size()].tolist()
         for index in chosen:
             number = bisect.bisect(ends, index)
             e, t = positive[number], index - ends[number]  # t < 0: from the response's end
@@ -589,7 +591,7 @@ def dump_tokens(
             token |= {"advantage": e.advantage, "silenced": bool(low[index] & ~e.keep[t])}
             tokens.append(token | {"weight": len(shuffled) / len(chosen)})
             rare += [(tokens[-1], e, t)] if low[index] else []
-    describe(model, tokenizer, rare[: DUMPED_CASES // world()])
+    describe(model, tokenizer, rare[: DUMPED_CASES // world_size()])
     counts = all_sum({"positive": len(low), "all": sum(len(e.logp) for e in episodes)})
     dump = {
         "step": step,
@@ -659,8 +661,8 @@ def check(cfg: Config) -> None:
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
-    whole = cfg.mini_batch_size % world() == 0
-    need("mini_batch_size", whole, f"not a multiple of {world()} ranks")
+    whole = cfg.mini_batch_size % world_size() == 0
+    need("mini_batch_size", whole, f"not a multiple of {world_size()} ranks")
 
 
 def train(cfg: Config) -> None:
@@ -706,7 +708,7 @@ def train(cfg: Config) -> None:
             if optimizer:
                 optimizer.param_groups[0]["lr"] = lr
                 if number > 0:  # before the first, pi_theta = pi_old: its statistics are there
-                    refresh_stats(model, mini_batch, cfg)
+                    statistics_pass(model, mini_batch, cfg)
             totals.append(update(model, optimizer, mini_batch, cfg))
             bad = 0 if totals[-1]["finite"] else bad + 1
             if bad == 3:
@@ -722,7 +724,7 @@ def train(cfg: Config) -> None:
             "peak_memory_gb": peak_memory_gb(),
         }
         if cfg.eval_every and step % cfg.eval_every == 0:
-            with distributed.gathered(model):
+            with distributed.unsharded(model):
                 metrics["eval"] = evaluation.evaluate(model, tokenizer, suite, cfg)
         stopping = all_max(int(stop.asked)) > 0
         if rank() == 0:

@@ -246,7 +246,7 @@ def random_episodes(model, lengths: list[int], zero_groups: int) -> list[stapo.E
         response = Response(ids[:16], ids[16:], False, "")
         advantage = 0.0 if place // 8 < zero_groups else 0.94 * (-1) ** place
         episodes.append(stapo.Episode({}, response, 1.0 if place % 2 else -1.0, advantage))
-    stapo.refresh_stats(model, episodes, stapo.Config(quantile_over="all"))
+    stapo.statistics_pass(model, episodes, stapo.Config(quantile_over="all"))
     for episode in episodes:
         episode.old_logp = episode.logp
         episode.noise = torch.rand(len(episode.logp))
@@ -292,9 +292,9 @@ def update(quick: bool) -> list[dict]:
 
     repeats = 1 if quick else 5
     faster = in_turn(ours, twin, repeats)
-    share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg), repeats)
+    share = in_turn(ours, lambda: stapo.statistics_pass(model, episodes, cfg), repeats)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    default_share = in_turn(ours, lambda: stapo.refresh_stats(model, episodes, cfg), repeats)
+    default_share = in_turn(ours, lambda: stapo.statistics_pass(model, episodes, cfg), repeats)
     return [
         row("update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up", faster, least=4),
         row("update: relative difference of the gradient", error(*gradients.values()), most=1e-5),
@@ -512,7 +512,7 @@ def step(quick: bool) -> list[dict]:
         mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg)
         for number, mini_batch in enumerate(mini_batches):
             if number > 0:
-                stapo.refresh_stats(mine, mini_batch, cfg)
+                stapo.statistics_pass(mine, mini_batch, cfg)
             stapo.update(mine, optimizer, mini_batch, cfg)
         optimizer.zero_grad()  # as TRL leaves it, so that the peaks compare
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]

@@ -90,14 +90,14 @@ def run(case: str, folder: Path) -> None:
     stapo.sample, torch.optim.AdamW = sample, Recorder
     stapo.math_reward = lambda text, gold: float(text)
     if case == "poisoned":
-        poison = [distributed.rank() == distributed.world() - 1]
+        poison = [distributed.rank() == distributed.world_size() - 1]
 
         def batch_loss(*args):
             loss, sums = real[3](*args)
             return (loss * float("nan") if poison and poison.pop() else loss), sums
 
         stapo.batch_loss = batch_loss
-    output = folder / f"world{distributed.world()}-{case}"
+    output = folder / f"world{distributed.world_size()}-{case}"
     argv = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --batch_size {PROMPTS} --mini_batch_size 4 --group_size {GROUP} --max_new_tokens 30
         --lr 1e-6 --warmup_steps 0 --tau_p 0.002 --save_every 0 --gradient_checkpointing False

@@ -120,11 +120,11 @@ def replay(collected, cfg: Config):
 def test_a_plain_second_loop_gives_the_same_run(tmp_path, monkeypatch, flags):
     """Advantages, mask, loss, clipping, schedule, AdamW and metrics, from the equations alone."""
     collected, refreshed = [], []
-    collect, refresh = stapo.collect, stapo.refresh_stats
+    collect, refresh = stapo.collect, stapo.statistics_pass
     spy = lambda *x: (collected.append(collect(*x)), collected[-1])[1]  # noqa: E731
     monkeypatch.setattr(stapo, "collect", spy)
     spy_refresh = lambda *x: (refreshed.append(x[1]), refresh(*x))[1]  # noqa: E731
-    monkeypatch.setattr(stapo, "refresh_stats", spy_refresh)
+    monkeypatch.setattr(stapo, "statistics_pass", spy_refresh)
     lines = run(tmp_path, *flags)
     later = [batch for batches in collected for batch in batches[1:]]
     assert [id(b) for b in refreshed] == [id(b) for b in later] and len(later) == 9

@@ -203,7 +203,7 @@ def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model):
         ("20-entropy", lambda e: True),
     ):
         rows.clear()
-        stapo.refresh_stats(model, episodes, Config(method=method))
+        stapo.statistics_pass(model, episodes, Config(method=method))
         assert sum(rows) == sum(map(fresh, episodes))
         for e, (logp, entropy) in zip(episodes, stale):
             expected = plain_stats(model, e) if fresh(e) else (logp, entropy)
