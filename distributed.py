@@ -1,4 +1,4 @@
-"""One rank or many: process group, FSDP2 sharding, reductions over ranks, checkpoints.
+"""One rank or many: process group, reductions over ranks, FSDP2 sharding; nothing about files.
 
 Every function works without a process group too (a single process on a CPU), so that stapo.py
 reads the same for one rank and for sixty-four. On CUDA the model is always sharded, also on one
@@ -6,27 +6,16 @@ GPU: FSDP2's mixed precision is what keeps float32 master weights beside bfloat1
 """
 
 import contextlib
-import json
 import os
-import shutil
 import types
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -34,13 +23,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.optim import Optimizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import InputError, Model, Tokenizer, check_head, load_model, token_stats
+from rollout import Model, check_head, load_model, token_stats
 
-# a single process saves checkpoints too; the name that older transformers have works in newer ones
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+# The name that older transformers have works in newer ones.
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
 
 # ------------------------------------------------------------------------------------------ ranks
@@ -195,88 +182,3 @@ def unsharded(model: Model) -> Iterator[None]:
         reshard(model)
         for group in groups:
             group.set_reshard_after_forward(group is not model, recurse=False)
-
-
-# ------------------------------------------------------------------ run directories, checkpoints
-
-
-def open_run(output: str, resume: bool, config: dict) -> tuple[Path, Path | None]:
-    """The run directory and the checkpoint to continue from, if any; raises InputError.
-
-    Writes config.json, and cuts metrics.jsonl (a line for each step) back to the checkpoint.
-    """
-    run = Path(broadcast(output))
-    saved = checkpoints(run)
-    if not resume and (saved or (run / "metrics.jsonl").exists()):
-        raise InputError(f"--output {run} holds a run: add --resume or name another directory")
-    barrier()
-    checkpoint = saved[-1] if saved else None
-    if rank() == 0:
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-            (run / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            log = run / "metrics.jsonl"
-            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-            log.write_text("".join(lines[: step_of(checkpoint)]))
-        except OSError as error:
-            raise InputError(f"--output {run}: cannot be written ({error.strerror})") from error
-    return run, checkpoint
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run directory, oldest first."""
-    return sorted(path for path in run.glob("checkpoints/step_*") if path.suffix != ".partial")
-
-
-def step_of(checkpoint: Path | None) -> int:
-    return int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
-
-
-def save(
-    run: Path,
-    step: int,
-    model: Model,
-    optimizer: Optimizer | None,
-    tokenizer: Tokenizer,
-    keep_last: int,
-) -> None:
-    """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
-
-    It is written under another name and renamed when whole, so that a crash leaves no half of
-    one; the oldest are deleted after that. Any number of ranks can continue from it: data order,
-    sampling and noise are functions of the seed and the step, so there is no other state.
-    """
-    folder = run / "checkpoints" / f"step_{step:06d}"
-    partial = folder.with_suffix(".partial")
-    try:
-        if rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        barrier()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
-        if rank() == 0:
-            head = model.get_output_embeddings()
-            if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
-                weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
-            model.save_pretrained(partial, state_dict=weights)
-            tokenizer.save_pretrained(partial)
-        moments = get_optimizer_state_dict(model, optimizer)
-        dcp.save(moments, checkpoint_id=partial / "trainer", no_dist=not dist.is_initialized())
-        barrier()
-        if rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-            for old in checkpoints(run)[:-keep_last]:
-                shutil.rmtree(old)
-    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
-        reason = str(error).splitlines()[0]
-        raise SystemExit(f"stapo.py: {folder} cannot be written: {reason}") from error
-    barrier()
-
-
-def load_optimizer(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
-    """Read the optimiser's moments, on any number of ranks."""
-    moments = get_optimizer_state_dict(model, optimizer)
-    dcp.load(moments, checkpoint_id=folder / "trainer", no_dist=not dist.is_initialized())
-    set_optimizer_state_dict(model, optimizer, moments)

@@ -48,7 +48,7 @@ INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it c
     "rollout_batch_size tokens_per_micro_batch gradient_checkpointing".split()
 )
 TOKEN_KEYS = ("p", "entropy", "collision", "advantage", "silenced", "weight")
-FATES = {True: ("spurious", "silenced", "#D55E00"), False: ("exploratory", "kept", "#0072B2")}
+KINDS = {True: ("spurious", "silenced", "#D55E00"), False: ("exploratory", "kept", "#0072B2")}
 MAX_DRAWN, MAX_ROWS = 10_000, 200  # points on either side of tau_p; rows of cases.md
 
 
@@ -95,7 +95,9 @@ def read_dump(path: Path) -> dict:
     """A dump with its tokens as float64 arrays (N,), gradient norms and quadrants added.
 
     Sec. 3.2, Lemma, at rho = 1: ||dJ/da|| = |A| sqrt(1 - 2 p + sum_v pi(v)^2), no backward.
-    H is low below tau_h (nats, mean over mini-batches) or, where none is, below the 0.8-quantile.
+    H is low below the tau_h (nats) of the token's own mini-batch; a mini-batch without candidates
+    has none, and takes the mean of the others. Where no mini-batch has one, and for the methods
+    that do not rank candidates by entropy, H is low below the dump's 0.8-quantile of entropy.
     """
     try:
         dump = json.loads(path.read_text("utf-8"))
@@ -103,18 +105,20 @@ def read_dump(path: Path) -> dict:
         t = {key: np.array([row[key] for row in rows], dtype=float) for key in TOKEN_KEYS}
         squared = np.maximum(1 - 2 * t["p"] + t["collision"], 0)  # rounding can go below 0
         t["norm"] = np.abs(t["advantage"]) * np.sqrt(squared)
-        found = [h for h in dump["tau_h"] if h is not None and math.isfinite(h)]
-        # the ablations order candidates by something else: their tau_h is no entropy
-        dump["split"] = "tau_h" if found and dump["method"] == "stapo" else "0.8-quantile of H"
-        threshold = fmean(found) if found else math.nan
-        if dump["split"] != "tau_h" and len(t["p"]):
+        t["threshold"] = np.array([row["tau_h"] for row in rows], dtype=float)  # null becomes NaN
+        known = np.unique(t["threshold"][np.isfinite(t["threshold"])])
+        dump["split"] = "0.8-quantile of H"
+        if dump["method"] == "stapo" and len(known):
+            dump["split"] = "tau_h"
+            t["threshold"][~np.isfinite(t["threshold"])] = known.mean()
+        elif len(rows):
             order = np.argsort(t["entropy"])
             below = np.cumsum(t["weight"][order])
-            threshold = t["entropy"][order][np.searchsorted(below, 0.8 * below[-1])]
-        t["low_p"], t["low_h"] = t["p"] < dump["tau_p"], t["entropy"] < threshold
-        t["threshold"], t["step"] = (np.full(len(t["p"]), x) for x in (threshold, dump["step"]))
+            t["threshold"][:] = t["entropy"][order][np.searchsorted(below, 0.8 * below[-1])]
+        t["low_p"], t["low_h"] = t["p"] < dump["tau_p"], t["entropy"] < t["threshold"]
+        t["step"] = np.full(len(rows), dump["step"])
         dump["cases"] = [{"step": dump["step"]} | row for row in rows if "top" in row]
-        dump["frequent"] = {silenced: Counter() for silenced in FATES}
+        dump["frequent"] = {silenced: Counter() for silenced in KINDS}
         for row in [row for row in rows if row["p"] < dump["tau_p"]]:
             dump["frequent"][row["silenced"]][row["token"]] += row["weight"]
         if not math.isclose(t["weight"].sum(), dump["positive_tokens"], rel_tol=0.01):
@@ -260,9 +264,10 @@ def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> l
         cells.append([row["quadrant"], counts[0], *shares, norm, counts[1]])
     steps = sorted({dump["step"] for dump in group.dumps})
     low, high = min(tokens["threshold"]), max(tokens["threshold"])
-    splits = " or ".join(sorted({dump["split"] for dump in group.dumps}))
+    names = {"tau_h": "the tau_h of its mini-batch", "0.8-quantile of H": "the 0.8-quantile of H"}
+    splits = " or ".join(sorted({names[dump["split"]] for dump in group.dumps}))
     text = f"### {group.label}: {len(group.dumps)} dumps, steps {steps[0]} to {steps[-1]}\n\n"
-    text += f"{table(cells)}\nLow p: below {group.dumps[0]['tau_p']:g}. Low H: below each dump's "
+    text += f"{table(cells)}\nLow p: below {group.dumps[0]['tau_p']:g}. Low H: below "
     text += f"{splits}, {low:.3g} to {high:.3g} nats.\n"
     (out / f"quadrants{group.suffix}.md").write_text(text, "utf-8")
     print(text)
@@ -302,17 +307,17 @@ def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out
 
 def draw_frequent(group: Group, out: Path) -> None:
     """The most frequent low-probability tokens of right answers, silenced and kept, as bars."""
-    counts = {k: sum((dump["frequent"][k] for dump in group.dumps), Counter()) for k in FATES}
-    ordered = {FATES[k][0]: dict(counter.most_common()) for k, counter in counts.items()}
+    counts = {k: sum((dump["frequent"][k] for dump in group.dumps), Counter()) for k in KINDS}
+    ordered = {KINDS[k][0]: dict(counter.most_common()) for k, counter in counts.items()}
     (out / f"tokens{group.suffix}.json").write_text(json.dumps(ordered, indent=1))
     font = get_font(findfont("DejaVu Sans")).get_charmap()
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
-    for ax, (silenced, (kind, fate, colour)) in zip(axes, FATES.items(), strict=True):
+    for ax, (silenced, (kind, treated, colour)) in zip(axes, KINDS.items(), strict=True):
         top = counts[silenced].most_common(20)[::-1]
         names = [visible(token, font) for token, _ in top]
         ax.barh(range(len(top)), [count for _, count in top], color=colour)
         ax.set_yticks(range(len(top)), names, parse_math=False)
-        ax.set(xlabel="tokens in the dumps", title=f"low p, {fate} ({kind} under S2T)")
+        ax.set(xlabel="tokens in the dumps", title=f"low p, {treated} ({kind} under S2T)")
         ax.grid(axis="y", visible=False)
     fig.suptitle(group.label)
     save(fig, out / f"tokens{group.suffix}.png")
@@ -322,12 +327,12 @@ def write_cases(group: Group, out: Path) -> None:
     """Low-probability tokens in their context as a markdown table, the newest dumps first."""
     dumps = sorted(group.dumps, key=lambda dump: dump["step"], reverse=True)
     cases = [case for dump in dumps for case in dump["cases"]]
-    rows = [["step", "context", "token", "p", "H (nats)", "A", "top 5 alternatives", "fate"]]
+    rows = [["step", "context", "token", "p", "H (nats)", "A", "top 5 alternatives", "mask"]]
     for case in cases[:MAX_ROWS]:
         top = ", ".join(f"{cell(visible(token))} {p:.3g}" for token, p in case["top"])
         numbers = [f"{case['p']:.2g}", f"{case['entropy']:.3g}", f"{case['advantage']:.2f}"]
         text = [cell(visible(case["context"]).replace("␣", " ")), cell(visible(case["token"]))]
-        rows.append([str(case["step"]), *text, *numbers, top, FATES[case["silenced"]][1]])
+        rows.append([str(case["step"]), *text, *numbers, top, KINDS[case["silenced"]][1]])
     title = f"### {group.label}: low-probability tokens of right answers\n\n"
     (out / f"cases{group.suffix}.md").write_text(title + table(rows), "utf-8")
     (out / f"cases{group.suffix}.json").write_text(json.dumps(cases, indent=1))

@@ -7,6 +7,7 @@ from, and that distribution's collision probability (Sec. 3.2).
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,19 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 class InputError(ValueError):
     """Wrong input: the message names the flag, file or row and says what to do."""
+
+
+def mix_seed(*numbers: int) -> int:
+    """One seed from several small numbers, distinct for distinct numbers below a million."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number) % 2**63
+    return seed
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """torch's generator on the CPU, seeded by several numbers."""
+    return torch.Generator().manual_seed(mix_seed(*numbers))
 
 
 # ---------------------------------------------------------------------------- model and tokenizer
@@ -168,6 +182,29 @@ class Response:
     ids: list[int]
     truncated: bool  # ended by max_new_tokens, not by a stop id
     text: str
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.ids)
+
+
+@dataclass
+class Episode:
+    """A response on its way through a training step; tensors are (T,), one entry a token."""
+
+    problem: dict
+    response: Response
+    reward: float
+    advantage: float
+    old_logp: torch.Tensor | None = None  # under pi_old
+    ref_logp: torch.Tensor | None = None  # under the starting model, grpo only
+    logp: torch.Tensor | None = None  # under the policy that forms the mask
+    entropy: torch.Tensor | None = None
+    collision: torch.Tensor | None = None
+    noise: torch.Tensor | None = None  # the entropy's stand-in for --method random
+    keep: torch.Tensor | None = None  # bool, the paper's I: the token carries a gradient
+    tau_h: float = -math.inf  # the entropy threshold of its mini-batch, nats
 
 
 def sample(

@@ -4,46 +4,51 @@
     python stapo.py @tests/tiny/args                                    # a CPU, a few minutes
     torchrun --nproc-per-node 8 stapo.py --model Qwen/Qwen3-14B-Base    # the same under FSDP2
 
-Read from top to bottom: the flags, the loss (beside Sec. 2 and 3 of the paper), the update of one
-mini-batch (Algorithm 1), the data, the metrics, the training loop, main.
+Algorithm 1 of the paper, and the function that does each of its lines:
+
+    repeat                                                                     train
+        pi_old = pi_theta;  y_1 .. y_G ~ pi_old(.|x) for each of B prompts x   collect, sample
+        R = +1 or -1;  A_i = (R_i - mean R) / std R within each group          group_advantages
+        for each mini-batch:
+            p and H of its tokens under the current policy pi_theta            statistics_pass
+            I = 0 where A > 0 and p < tau_p and H < tau_h, else 1              spurious_mask
+            J = 1 / (sum I) * sum I min(rho A, clip(rho) A)                    clipped_loss
+            one AdamW step up the gradient of J                                update
+
+Read from top to bottom: the flags, the loss beside its equations, the update of a mini-batch, the
+collection of a rollout batch, the loop, main. bookkeeping.py keeps the records of a run.
 """
 
-import bisect
-import itertools
-import json
 import math
-import resource
-import shlex
-import signal
 import sys
-import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from tqdm import tqdm
-from transformers import HfArgumentParser
 from transformers.utils import logging
 
+import bookkeeping
 import distributed
 import eval as evaluation
+from bookkeeping import Run
 from distributed import all_cat, all_max, all_sum, rank, world_size
 from reward import math_reward
 from rollout import (
     INSTRUCTION,
+    Episode,
     InputError,
     Model,
     Response,
     Tokenizer,
     encode_prompt,
+    generator,
     load_problems,
     load_tokenizer,
+    mix_seed,
     pad_batch,
     sample,
-    to_text,
 )
 
 
@@ -102,8 +107,8 @@ class Config:
 
 # =========================================================================== the loss, Sec. 2 and 3
 #
-# Shapes: B responses, T tokens at most. `mask` is True on response tokens; everything outside it
-# is padding, may hold any garbage, and reaches neither the loss nor the gradient.
+# B responses of at most T tokens. `mask` is True on response tokens; everything outside it is
+# padding, may hold any garbage, and reaches neither the loss nor the gradient.
 
 
 def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
@@ -113,23 +118,25 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     equal has A = 0: it is found by max == min, as rounding can leave its std above zero.
     Eight responses of which two are right: 1.62 for those two, -0.54 for the other six.
     """
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    all_equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # (P, G)
+    all_equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)  # (P, 1)
     return torch.where(all_equal, torch.zeros_like(rewards), centred / rewards.std(1, keepdim=True))
 
 
-def quantile(values: torch.Tensor, q: float) -> torch.Tensor:
-    """Linear-interpolated quantile of a 1-D tensor of any size; -inf of an empty one.
+def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
+    """Linear-interpolated quantiles of a 1-D tensor of any size; -inf of an empty one.
 
-    torch.quantile raises on empty input and above 16 million values; a batch can hold more.
+    The result has the shape of q. torch.quantile raises on empty input and above 16 million
+    values; a batch can hold more.
     """
+    q = torch.as_tensor(q, dtype=torch.float64, device=values.device)
     if values.numel() == 0:
-        return values.new_tensor(float("-inf"))
+        return torch.full_like(q, float("-inf"), dtype=values.dtype)
     ordered = values.sort().values
     position = q * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return torch.lerp(ordered[low], ordered[high], position - low)
+    low = position.long()
+    high = (low + 1).clamp(max=len(ordered) - 1)
+    return torch.lerp(ordered[low], ordered[high], (position - low).to(values.dtype))
 
 
 @torch.no_grad()
@@ -143,25 +150,52 @@ def spurious_mask(
     q: float = 0.75,
     tau_h: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sec. 3.3, S2T: I = 0 where A_i > 0 and pi < tau_p and H < tau_h. True = silenced, (B, T).
+    """Sec. 3.3, S2T (silencing spurious tokens). Returns (B, T) bool, True = silenced (I = 0):
 
-    logp, entropy (B, T) float32 of the current policy; advantages (B,); mask (B, T) bool. tau_h
-    is the q-quantile of the candidates' entropies (low-probability tokens in right responses);
-    give it where this call sees less than the whole mini-batch. No candidate: nothing silenced.
+        I_it = 0   if A_i > 0 and pi(y_it) < tau_p and H_it < tau_h
+             = 1   otherwise
+
+    logp, entropy (B, T) float32 of the current policy, entropy in nats; advantages (B,); mask
+    (B, T) bool. tau_h is the q-quantile of the entropies of the candidates, which are the
+    low-probability tokens of right responses. None takes it from this call, which has to see the
+    whole mini-batch for that. Without candidates nothing is silenced.
     """
-    candidates = mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
+    p = logp.exp()  # (B, T)
+    candidates = mask & (advantages[:, None] > 0) & (p < tau_p)  # (B, T)
     if tau_h is None:
         tau_h = quantile(entropy[candidates], q)
     return candidates & (entropy < tau_h)
 
 
-def clipped_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, eps_low: float, eps_high: float
+def clipped_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.28,
+    num_kept: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sec. 2.3: min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A) of every token, (B, T)."""
-    advantages = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
-    clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
-    return torch.min(ratio * advantages, clipped * advantages)
+    """Sec. 3.1, the objective over the tokens that `keep` (the paper's I) leaves. Returns -J:
+
+        J = 1 / (sum I_it) * sum I_it min(rho_it A_i, clip(rho_it, 1 - eps_low, 1 + eps_high) A_i)
+        rho_it = pi_theta(y_it) / pi_old(y_it)
+
+    logp (B, T) float32 with gradient: ln pi_theta of each response token; old_logp (B, T): the
+    same under pi_old; advantages (B,) float32; keep (B, T) bool. num_kept is sum I; None counts
+    this call's. It belongs to the whole mini-batch: micro-batches are handed its count, and under
+    FSDP, which averages gradients over ranks, the global count / world size.
+    With I = 1 on every response token this is DAPO and JustRL (Sec. 2.3).
+    """
+    log_rho = (logp - old_logp).masked_fill(~keep, 0.0)  # (B, T), masked first: exp can overflow
+    rho = log_rho.exp()  # (B, T)
+    A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
+    J = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T)
+    J = J.masked_fill(~keep, 0.0)  # (B, T)
+    if num_kept is None:
+        num_kept = keep.sum().clamp(min=1)
+    return -J.sum() / num_kept
 
 
 def stapo_loss(
@@ -178,34 +212,50 @@ def stapo_loss(
     tau_h: float | torch.Tensor | None = None,
     num_kept: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sec. 3.1: -J = -1 / (sum I) * sum I min(rho A, clip(rho) A), and sums for the metrics.
+    """STAPO in one call: spurious_mask, then clipped_loss over the tokens that it leaves.
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
     vocabulary); old_logp (B, T): the same under pi_old; advantages (B,); entropy (B, T) nats, of
     the current policy, never given a gradient; mask (B, T) bool, True on response tokens.
     tau_h and num_kept belong to the whole mini-batch: None takes them from this call, which is
-    right when the call sees all of it. Under FSDP, which averages gradients over ranks, num_kept
-    is the global count of kept tokens / world size. tau_p = 0 is JustRL (Sec. 2.3).
+    right when the call sees all of it.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
-    silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)
-    keep = mask & ~silenced  # I_{i,t}
-    # rho_{i,t}; what is not kept leaves before exp, so that it cannot make inf * 0
-    ratio = (logp - old_logp).masked_fill(~keep, 0.0).exp()
-    objective = clipped_objective(ratio, advantages, eps_low, eps_high).masked_fill(~keep, 0.0)
-    if num_kept is None:
-        num_kept = keep.sum().clamp(min=1)
-    loss = -objective.sum() / num_kept
-    every_candidate = spurious_mask(
-        logp, advantages, entropy, mask, tau_p=tau_p, tau_h=float("inf")
-    )
+    thresholds = {"tau_p": tau_p, "q": q, "tau_h": tau_h}
+    silenced = spurious_mask(logp, advantages, entropy, mask, **thresholds)  # (B, T)
+    clip = {"eps_low": eps_low, "eps_high": eps_high}
+    keep = mask & ~silenced  # (B, T): the paper's I
+    loss = clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=num_kept)
+    thresholds["tau_h"] = float("inf")
     metrics = {
-        "candidates": every_candidate.sum(),
+        "candidates": spurious_mask(logp, advantages, entropy, mask, **thresholds).sum(),
         "silenced": silenced.sum(),
         "entropy_sum": entropy.detach().masked_fill(~mask, 0.0).sum(),
-        **ratio_sums(logp, old_logp, advantages, mask, eps_low, eps_high),
+        **ratio_sums(logp, old_logp, advantages, mask, **clip),
     }
     return loss, metrics
+
+
+@torch.no_grad()
+def ratio_sums(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> dict[str, torch.Tensor]:
+    """Tokens, sum of rho, and the tokens whose gradient the clip takes away, below and above."""
+    rho = (logp - old_logp).masked_fill(~mask, 0.0).exp()  # (B, T)
+    low = (advantages[:, None] < 0) & (rho < 1 - eps_low)  # (B, T)
+    high = (advantages[:, None] > 0) & (rho > 1 + eps_high)  # (B, T)
+    return {
+        "tokens": mask.sum(),
+        "ratio_sum": rho.masked_fill(~mask, 0.0).sum(),
+        "clip_low": (low & mask).sum(),
+        "clip_high": (high & mask).sum(),
+    }
 
 
 def grpo_loss(
@@ -219,60 +269,26 @@ def grpo_loss(
     beta: float,
     num_responses: float,
 ) -> torch.Tensor:
-    """Sec. 2.2: a mean over the tokens of each response, then over responses, with KL to pi_ref.
+    """Sec. 2.2, the GRPO baseline: a mean over the tokens of each response, then over responses:
 
-    Shapes as in stapo_loss. The KL is estimated by k3 = r - ln r - 1 with r = pi_ref / pi_theta.
+        J = 1/G sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
+        k3 = r - ln r - 1 with r = pi_ref / pi_theta, an estimate of KL(pi_theta || pi_ref)
+
+    Shapes as in stapo_loss; ref_logp (B, T) under the starting model. Returns -J, 0-dim.
     """
-    ratio = (logp - old_logp).masked_fill(~mask, 0.0).exp()
-    log_r = (ref_logp - logp).masked_fill(~mask, 0.0)
-    k3 = log_r.exp() - log_r - 1  # 0 outside mask
-    objective = clipped_objective(ratio, advantages, eps, eps) - beta * k3
-    per_response = objective.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+    rho = (logp - old_logp).masked_fill(~mask, 0.0).exp()  # (B, T)
+    A = advantages[:, None]  # (B, 1)
+    log_r = (ref_logp - logp).masked_fill(~mask, 0.0)  # (B, T)
+    k3 = log_r.exp() - log_r - 1  # (B, T)
+    J = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A) - beta * k3  # (B, T)
+    per_response = J.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
     return -per_response.sum() / num_responses
-
-
-@torch.no_grad()
-def ratio_sums(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    eps_low: float,
-    eps_high: float,
-) -> dict[str, torch.Tensor]:
-    """Tokens, sum of rho, and the tokens whose gradient the clip takes away, below and above."""
-    ratio = (logp - old_logp).masked_fill(~mask, 0.0).exp()
-    low = (advantages[:, None] < 0) & (ratio < 1 - eps_low)
-    high = (advantages[:, None] > 0) & (ratio > 1 + eps_high)
-    return {
-        "tokens": mask.sum(),
-        "ratio_sum": ratio.masked_fill(~mask, 0.0).sum(),
-        "clip_low": (low & mask).sum(),
-        "clip_high": (high & mask).sum(),
-    }
 
 
 # ============================================================= the update, Sec. 3.3, Algorithm 1
 
-# The methods that silence candidates; the others take tau_p = 0 (20-entropy has its own mask).
+# The methods that silence candidates; 20-entropy has a mask of its own.
 S2T_METHODS = ("stapo", "full-mask", "high-entropy", "random")
-
-
-@dataclass
-class Episode:
-    """A response on its way through a step; its tensors are (T,), one entry for each token."""
-
-    problem: dict
-    response: Response
-    reward: float
-    advantage: float
-    old_logp: torch.Tensor | None = None  # under pi_old
-    ref_logp: torch.Tensor | None = None  # under the starting model, grpo only
-    logp: torch.Tensor | None = None  # under the policy that forms the mask
-    entropy: torch.Tensor | None = None
-    collision: torch.Tensor | None = None
-    noise: torch.Tensor | None = None  # the entropy's stand-in for --method random
-    keep: torch.Tensor | None = None  # bool: carries a gradient
 
 
 def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
@@ -281,13 +297,9 @@ def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
     Every rank gets the same number of batches: the short ones end with empty batches, whose
     forward keeps the ranks' collectives in step.
     """
-
-    def size(episode: Episode) -> int:
-        return len(episode.response.prompt_ids) + len(episode.response.ids)
-
     batches: list[list[Episode]] = []
-    for episode in sorted(episodes, key=size, reverse=True):
-        if batches and (len(batches[-1]) + 1) * size(batches[-1][0]) <= budget:
+    for episode in sorted(episodes, key=lambda e: e.response.length, reverse=True):
+        if batches and (len(batches[-1]) + 1) * batches[-1][0].response.length <= budget:
             batches[-1].append(episode)
         else:
             batches.append([episode])
@@ -301,122 +313,121 @@ def forward(model: Model, batch: list[Episode]) -> tuple[torch.Tensor, ...]:
     return *model.token_stats(input_ids, attention_mask, mask), mask
 
 
-def spread(values: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """Ragged (T_i,) rows -> (B, L), laid on the True entries of mask, 0 elsewhere."""
-    flat = torch.cat(values).to(mask.device)
+def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """Ragged (T_i,) rows -> a tensor of mask's shape: the rows where mask is True, 0 elsewhere."""
+    flat = torch.cat(rows).to(mask.device)
     return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
 
 
 @torch.no_grad()
-def score(model: Model, episodes: list[Episode], cfg: Config) -> list[tuple[torch.Tensor, ...]]:
-    """[(logp, entropy, collision)] of every episode under this policy: (T,) float32, on the CPU."""
-    scores = {}
+def token_statistics(
+    model: Model, episodes: list[Episode], cfg: Config
+) -> list[tuple[Episode, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(episode, logp, entropy, collision) of each, under this model: (T,) float32 on the CPU."""
+    found = []
     for batch in micro_batches(episodes, cfg.tokens_per_micro_batch):
         *stats, mask = forward(model, batch)
-        for i, episode in enumerate(batch):
-            scores[id(episode)] = tuple(values[i][mask[i]].cpu() for values in stats)
+        stats = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the whole batch
+        rows = stats.split([len(e.response.ids) for e in batch], dim=1) if batch else []
+        found += [(episode, *row) for episode, row in zip(batch, rows, strict=True)]
     distributed.reshard(model)
-    return [scores[id(episode)] for episode in episodes]
-
-
-def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
-    """Decide once for the whole mini-batch, over all ranks, which tokens carry a gradient.
-
-    Sets `keep` of every episode. Returns the objective's denominator and the global counts of
-    candidates and silenced tokens. An ablation is STAPO with another key in the entropy's place.
-    """
-    lengths = [len(e.response.ids) for e in episodes]
-    logp = torch.cat([e.logp for e in episodes])  # (N,): all response tokens of this rank
-    entropy = torch.cat([e.entropy for e in episodes])
-    key = -entropy if cfg.method == "high-entropy" else entropy
-    if cfg.method == "random":
-        key = torch.cat([e.noise for e in episodes])
-    advantages = torch.tensor([e.advantage for e in episodes])
-    advantages = advantages.repeat_interleave(torch.tensor(lengths))
-    # spurious_mask takes (B, T): the N tokens go in as N responses of one token each
-    tokens = logp[:, None], advantages, key[:, None], torch.ones(len(logp), 1, dtype=torch.bool)
-    tau_p = cfg.tau_p if cfg.method in S2T_METHODS else 0.0  # no probability is below 0
-    candidates = spurious_mask(*tokens, tau_p=tau_p, tau_h=math.inf).squeeze(1)
-    tau_h = quantile(all_cat(key if cfg.quantile_over == "all" else key[candidates]), cfg.q)
-    if cfg.method == "full-mask":
-        tau_h = math.inf
-    silenced = spurious_mask(*tokens, tau_p=tau_p, tau_h=tau_h).squeeze(1)
-    keep = ~silenced
-    if cfg.method == "20-entropy":
-        keep = entropy >= quantile(all_cat(entropy), 0.8)
-    for episode, kept in zip(episodes, keep.split(lengths), strict=True):
-        episode.keep = kept
-    counts = {"responses": len(episodes), "kept": len(logp) - silenced.sum()}
-    counts |= {"candidates": candidates.sum(), "silenced": silenced.sum()}
-    counts["odd"] = (~(logp.isfinite() & entropy.isfinite())).sum()
-    totals = all_sum(counts)
-    # 20-entropy drops tokens and still divides by all of them; GRPO divides by responses
-    totals["denominator"] = max(totals["responses" if cfg.method == "grpo" else "kept"], 1.0)
-    return totals | {"tau_h": float(tau_h), "finite": totals["odd"] == 0}
+    return found
 
 
 def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> None:
-    """The statistics pass: p and H under the current policy, of the tokens the mask needs."""
+    """Algorithm 1: p and H under the current policy, of those responses that the mask looks at."""
     if cfg.method == "20-entropy" or (cfg.method == "stapo" and cfg.quantile_over == "all"):
         needed = episodes
     elif cfg.method in S2T_METHODS:
         needed = [e for e in episodes if e.advantage > 0]  # only they can hold candidates
     else:
         return
-    for episode, stats in zip(needed, score(model, needed, cfg), strict=True):
-        episode.logp, episode.entropy, episode.collision = stats
+    for e, logp, entropy, collision in token_statistics(model, needed, cfg):
+        e.logp, e.entropy, e.collision = logp, entropy, collision
+
+
+def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
+    """Decide once for the whole mini-batch, over all ranks, which tokens carry a gradient.
+
+    Sets `keep` and `tau_h` of every episode. Returns the objective's denominator, the global
+    counts of candidates and silenced tokens, and whether all statistics are finite. An ablation
+    is STAPO with another number in the entropy's place.
+    """
+    lengths = torch.tensor([len(e.response.ids) for e in episodes])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
+    logp = pad_like([e.logp for e in episodes], mask)
+    entropy = pad_like([e.entropy for e in episodes], mask)
+    advantages = torch.tensor([e.advantage for e in episodes])
+    ranked_by = entropy
+    if cfg.method == "high-entropy":
+        ranked_by = -entropy
+    elif cfg.method == "random":
+        ranked_by = pad_like([e.noise for e in episodes], mask)
+    candidates, tau_h = torch.zeros_like(mask), torch.tensor(-math.inf)
+    if cfg.method in S2T_METHODS:
+        s2t = {"logp": logp, "advantages": advantages, "entropy": ranked_by, "mask": mask}
+        candidates = spurious_mask(**s2t, tau_p=cfg.tau_p, tau_h=math.inf)
+        among = mask if cfg.quantile_over == "all" else candidates
+        tau_h = quantile(all_cat(ranked_by[among]), cfg.q)
+    silenced = candidates if cfg.method == "full-mask" else candidates & (ranked_by < tau_h)
+    keep = mask & ~silenced
+    if cfg.method == "20-entropy":
+        keep = mask & (entropy >= quantile(all_cat(entropy[mask]), 0.8))
+    for e, row, length in zip(episodes, keep, lengths.tolist(), strict=True):
+        e.keep, e.tau_h = row[:length], float(tau_h)
+    unusable = mask & ~(logp.isfinite() & entropy.isfinite())
+    counts = {"responses": len(episodes), "kept": (mask & ~silenced).sum()}
+    counts |= {"candidates": candidates.sum(), "silenced": silenced.sum()}
+    totals = all_sum(counts | {"unusable": unusable.sum()})
+    # 20-entropy drops tokens and still divides by all of them; GRPO divides by responses
+    totals["denominator"] = max(totals["responses" if cfg.method == "grpo" else "kept"], 1.0)
+    return totals | {"finite": totals["unusable"] == 0}
 
 
 def batch_loss(
-    cfg: Config,
-    batch: list[Episode],
-    logp: torch.Tensor,
-    entropy: torch.Tensor,
-    mask: torch.Tensor,
-    denominator: float,
+    cfg: Config, batch: list[Episode], logp: torch.Tensor, mask: torch.Tensor, denominator: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch under --method, and its ratio sums."""
-    old_logp = spread([e.old_logp for e in batch], mask)
+    """The loss of a micro-batch under --method, and its ratio sums. logp, mask (B, L)."""
+    old_logp = pad_like([e.old_logp for e in batch], mask)
     advantages = torch.tensor([e.advantage for e in batch], device=mask.device)
     eps_high = cfg.eps_low if cfg.method == "grpo" else cfg.eps_high
-    sums = ratio_sums(logp, old_logp, advantages, mask, cfg.eps_low, eps_high)
+    clip = {"eps_low": cfg.eps_low, "eps_high": eps_high}
+    sums = ratio_sums(logp, old_logp, advantages, mask, **clip)
     if cfg.method == "grpo":
-        ref_logp = spread([e.ref_logp for e in batch], mask)
+        ref_logp = pad_like([e.ref_logp for e in batch], mask)
         args = logp, old_logp, ref_logp, advantages, mask
-        clip = {"eps": cfg.eps_low, "beta": cfg.beta}
-        return grpo_loss(*args, **clip, num_responses=denominator), sums
-    # `keep` is I_{i,t}, decided for the whole mini-batch: tau_p = 0 asks for no second decision.
-    keep = spread([e.keep for e in batch], mask)
-    args = logp, old_logp, advantages, entropy, keep
-    clip = {"eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
-    return stapo_loss(*args, tau_p=0.0, **clip, num_kept=denominator)[0], sums
+        options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
+        return grpo_loss(*args, **options), sums
+    keep = pad_like([e.keep for e in batch], mask)
+    return clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=denominator), sums
 
 
 def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], cfg: Config) -> dict:
     """One optimiser step on a mini-batch whose mask is formed from the episodes' logp and entropy.
 
     Responses with A = 0 have no gradient (without a KL term) and are left out of the passes; they
-    stay in the denominator. Without an optimiser nothing but the mask is computed.
+    stay in the denominator. Without an optimiser nothing but the mask is computed. Returns the
+    sums of form_mask and ratio_sums over all ranks, the loss and the gradient's norm.
     """
     totals = form_mask(episodes, cfg)
     if optimizer is None:
         return totals
+    # FSDP averages gradients over ranks, so a global sum is divided by the share of a rank.
+    denominator = totals["denominator"] / world_size()
     with_kl = cfg.method == "grpo" and cfg.beta != 0
     trained = [e for e in episodes if e.advantage != 0 or with_kl]
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
     optimizer.zero_grad()
     for batch in micro_batches(trained, cfg.tokens_per_micro_batch):
-        logp, entropy, _, mask = forward(model, batch)
+        logp, _, _, mask = forward(model, batch)
         if not batch:
             (logp.sum() * 0).backward()
             continue
-        # FSDP averages gradients over ranks, so a global sum is divided by the share of a rank.
-        denominator = totals["denominator"] / world_size()
-        loss, sums = batch_loss(cfg, batch, logp, entropy, mask, denominator)
+        loss, sums = batch_loss(cfg, batch, logp, mask, denominator)
         loss.backward()
         for name, value in {"loss": loss.detach() / world_size(), **sums}.items():
-            local[name] += value.double().cpu()
+            local[name] += value.double()
     model.eval()
     for parameter in model.parameters():
         if parameter.grad is None:  # nothing was forwarded: AdamW still takes its step
@@ -430,7 +441,7 @@ def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], c
     return totals
 
 
-# =============================================================================== data and rollouts
+# ============================================================= collecting a rollout batch, Sec. 2.2
 
 
 def training_problems(cfg: Config, tokenizer: Tokenizer) -> list[dict]:
@@ -451,21 +462,9 @@ def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]
     """Which problems step 1, 2, ... trains on: epochs of shuffles, a pure function of the seed."""
     first = (step - 1) * batch_size
     epochs = range(first // size, (first + batch_size - 1) // size + 1)
-    order = torch.cat([torch.randperm(size, generator=seeded(seed, epoch)) for epoch in epochs])
+    order = torch.cat([torch.randperm(size, generator=generator(seed, epoch)) for epoch in epochs])
     first -= epochs[0] * size
     return order[first : first + batch_size].tolist()
-
-
-def mix(*numbers: int) -> int:
-    """One seed from several small numbers, distinct for distinct numbers below a million."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number) % 2**63
-    return seed
-
-
-def seeded(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(mix(*numbers))
 
 
 def collect(
@@ -476,11 +475,10 @@ def collect(
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
     """
     indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
-    places = torch.arange(cfg.batch_size).view(
-        -1, world_size(), cfg.mini_batch_size // world_size()
-    )
-    mine = places[:, rank()].flatten().repeat_interleave(cfg.group_size).tolist()
-    chosen = [problems[indices[place]] for place in mine]
+    share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
+    starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)
+    places = [start + i for start in starts for i in range(share)]  # in the batch
+    chosen = [problems[indices[place]] for place in places for _ in range(cfg.group_size)]
     with distributed.unsharded(model):
         responses = sample(
             model,
@@ -489,7 +487,7 @@ def collect(
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
             engine=cfg.engine,
-            seed=mix(cfg.seed, step, rank()),
+            seed=mix_seed(cfg.seed, step, rank()),
             progress="rollout" if rank() == 0 else None,
         )
     rewards = [math_reward(r.text, p["answer"]) for r, p in zip(responses, chosen, strict=True)]
@@ -497,287 +495,91 @@ def collect(
     advantages = group_advantages(rewards.view(-1, cfg.group_size)).flatten()  # (P, G) -> (P G,)
     rows = zip(chosen, responses, rewards.tolist(), advantages.tolist(), strict=True)
     episodes = [Episode(*row) for row in rows]
-    scores = score(model, episodes, cfg)
-    for place, (episode, stats) in enumerate(zip(episodes, scores, strict=True)):
-        episode.logp, episode.entropy, episode.collision = stats
-        episode.old_logp = episode.logp
-        key = seeded(cfg.seed, step, mine[place], place % cfg.group_size)
-        episode.noise = torch.rand(len(episode.logp), generator=key)
-    size = len(episodes) * cfg.mini_batch_size // cfg.batch_size
+    for e, logp, entropy, collision in token_statistics(model, episodes, cfg):
+        e.logp, e.entropy, e.collision = logp, entropy, collision
+        e.old_logp = logp
+    members = [(place, member) for place in places for member in range(cfg.group_size)]
+    for e, member in zip(episodes, members, strict=True):
+        e.noise = torch.rand(len(e.logp), generator=generator(cfg.seed, step, *member))
+    size = share * cfg.group_size
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
 
-# ================================================================================== the run itself
-
-
-def rollout_metrics(episodes: list[Episode], cfg: Config) -> dict[str, float | None]:
-    """Under pi_old, over every response of every rank; the README defines each key."""
+def policy_entropy(episodes: list[Episode]) -> dict[str, float]:
+    """Token entropy under pi_old over every rank's responses: mean and quantiles, in nats."""
     entropy = all_cat(torch.cat([e.entropy for e in episodes]))
-    right = [e for e in episodes if e.reward > 0]
-    low_prob = sum(int((e.old_logp.exp() < cfg.tau_p).sum()) for e in right)
-    sums = {"responses": len(episodes), "right": len(right), "low_prob": low_prob}
-    sums["right_tokens"] = sum(len(e.response.ids) for e in right)
-    sums["truncated"] = sum(e.response.truncated for e in episodes)
-    sums["reward"] = sum(e.reward for e in episodes)
-    sums["zero"] = sum(e.advantage == 0 for e in episodes)
-    total = all_sum(sums)
-    count, right_tokens = total["responses"], total["right_tokens"]
-    return {
-        "reward": total["reward"] / count,
-        "accuracy": total["right"] / count,
-        "zero_advantage_fraction": total["zero"] / count,
-        "entropy": float(entropy.double().mean()),
-        **{f"entropy_p{p}": float(quantile(entropy, p / 100)) for p in (50, 80, 95, 99)},
-        "low_prob_fraction": total["low_prob"] / right_tokens if right_tokens else None,
-        "tokens": len(entropy),
-        "response_length": len(entropy) / count,
-        "truncated_fraction": total["truncated"] / count,
-    }
+    percents = torch.tensor([50, 80, 95, 99])
+    quantiles = quantile(entropy, percents.double() / 100).tolist()
+    named = {f"entropy_p{p}": h for p, h in zip(percents.tolist(), quantiles, strict=True)}
+    return {"entropy": float(entropy.double().mean()), **named}
 
 
-def update_metrics(totals: list[dict], tokens: int) -> dict[str, float | None]:
-    """Sums over the mini-batches of a step -> its share of the metrics line."""
-    total = {key: sum(t[key] for t in totals) for key in totals[0]}
-    forwarded = total.get("tokens", 0)
-
-    def per_token(key: str) -> float | None:
-        return total[key] / forwarded if forwarded else None
-
-    def mean(key: str) -> float | None:
-        return total[key] / len(totals) if key in total else None
-
-    return {
-        "candidates": int(total["candidates"]),
-        "silenced": int(total["silenced"]),
-        "silenced_fraction": total["silenced"] / tokens,
-        "clip_low": per_token("clip_low"),
-        "clip_high": per_token("clip_high"),
-        "ratio_mean": per_token("ratio_sum"),
-        "loss": mean("loss"),
-        "grad_norm": mean("grad_norm"),
-        "skipped_updates": len(totals) - total["finite"],
-    }
+# ============================================================================== the training loop
 
 
-DUMPED_TOKENS, DUMPED_CASES = 20_000, 32  # bounds of a dump, over all ranks
-
-
-def dump_tokens(
-    path: Path,
-    step: int,
-    model: Model,
-    tokenizer: Tokenizer,
-    mini_batches: list[list[Episode]],
-    cfg: Config,
-) -> None:
-    """Write what figures.py draws: tokens of responses with A > 0, as pi_old sees them.
-
-    Half of them are low-probability tokens; `weight` is how many tokens each stands for.
-    """
-    tau_h = [form_mask(mini_batch, cfg)["tau_h"] for mini_batch in mini_batches]
-    episodes = [e for mini_batch in mini_batches for e in mini_batch]
-    positive = [e for e in episodes if e.advantage > 0]
-    ends = list(itertools.accumulate(len(e.logp) for e in positive))
-    low = torch.cat([torch.zeros(0), *(e.logp for e in positive)]).exp() < cfg.tau_p
-    generator, tokens, rare = seeded(cfg.seed, step), [], []
-    for kind in (low, ~low):
-        shuffled = kind.nonzero().flatten()[torch.randperm(int(kind.sum()), generator=generator)]
-        chosen = shuffled[: DUMPED_TOKENS // 2 // world_size()].tolist()
-        for index in chosen:
-            number = bisect.bisect(ends, index)
-            e, t = positive[number], index - ends[number]  # t < 0: from the response's end
-            token = {"token": to_text(tokenizer, [e.response.ids[t]]), "p": float(e.logp[t].exp())}
-            token |= {"entropy": float(e.entropy[t]), "collision": float(e.collision[t])}
-            token |= {"advantage": e.advantage, "silenced": bool(low[index] & ~e.keep[t])}
-            tokens.append(token | {"weight": len(shuffled) / len(chosen)})
-            rare += [(tokens[-1], e, t)] if low[index] else []
-    describe(model, tokenizer, rare[: DUMPED_CASES // world_size()])
-    counts = all_sum({"positive": len(low), "all": sum(len(e.logp) for e in episodes)})
-    dump = {
-        "step": step,
-        "method": cfg.method,
-        "tau_p": cfg.tau_p,
-        "tau_h": [tau if math.isfinite(tau) else None for tau in tau_h],
-        "positive_tokens": int(counts["positive"]),
-        "all_tokens": int(counts["all"]),
-        "tokens": list(itertools.chain(*distributed.gather(tokens))),
-    }
-    if rank() == 0:
-        path.parent.mkdir(exist_ok=True)
-        path.with_suffix(".partial").write_text(json.dumps(dump))
-        path.with_suffix(".partial").rename(path)
-
-
-@torch.no_grad()
-def describe(model: Model, tokenizer: Tokenizer, cases: list[tuple[dict, Episode, int]]) -> None:
-    """The paper's case tables: adds to a token its context and the five likeliest alternatives."""
-    idle = {}, Episode({"problem": ""}, Response([0], [0], False, ""), 0.0, 0.0), 0
-    for token, e, t in cases + [idle] * (all_max(len(cases)) - len(cases)):  # ranks stay in step
-        before = e.response.prompt_ids + e.response.ids[:t]
-        logits = model(torch.tensor([before], device=model.device), logits_to_keep=1).logits
-        top = logits[0, -1].float().softmax(-1).topk(5)
-        likely = zip(top.indices.tolist(), top.values.tolist())
-        token |= {"problem": e.problem["problem"], "context": to_text(tokenizer, before)[-200:]}
-        token |= {"top": [[to_text(tokenizer, [i]), p] for i, p in likely]}
-    distributed.reshard(model)
-
-
-def peak_memory_gb() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # KiB on Linux
-
-
-def show(episode: Episode, step: int) -> None:
-    """A sample for the reader's eye: problem, response, verdict."""
-    verdict = "right" if episode.reward > 0 else "wrong"
-    text = episode.response.text.strip()
-    text = text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
-    problem, answer = episode.problem["problem"], episode.problem["answer"]
-    tqdm.write(f"--- step {step}, {verdict} (the answer is {answer}): {problem}\n{text}")
-
-
-def check(cfg: Config) -> None:
-    """Refuse flags that cannot work; raises InputError naming the flag."""
-
-    def need(name: str, holds: bool, why: str) -> None:
-        if not holds:
-            raise InputError(f"--{name} {getattr(cfg, name)}: {why}")
-
-    need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
-    need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
-    need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
-    v1 = cfg.quantile_over == "all"
-    need("quantile_over", cfg.method == "stapo" or not v1, "a definition of --method stapo alone")
-    default_beta = cfg.beta == Config.beta
-    need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
-    need("resume", bool(cfg.output or not cfg.resume), "name the run to continue with --output")
-    sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
-    for name in (*sizes.split(), "tokens_per_micro_batch"):
-        need(name, getattr(cfg, name) >= 1, "has to be at least 1")
-    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every eval_every dump_every"
-    for name in rates.split():
-        need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
-    need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
-    whole = cfg.batch_size % cfg.mini_batch_size == 0
-    need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
-    whole = cfg.mini_batch_size % world_size() == 0
-    need("mini_batch_size", whole, f"not a multiple of {world_size()} ranks")
-
-
-def train(cfg: Config) -> None:
-    """The training loop: a rollout batch and its optimiser steps, --steps times."""
-    check(cfg)
-    tokenizer = load_tokenizer(cfg.model)
-    problems = training_problems(cfg, tokenizer)
-    suite = evaluation.load_benchmarks(cfg.eval_benchmarks) if cfg.eval_every else {}
-    run = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
-    run, checkpoint = distributed.open_run(run, cfg.resume, asdict(cfg))
+def load_policies(
+    cfg: Config, checkpoint: Path | None
+) -> tuple[Model, Model | None, Optimizer | None]:
+    """The policy, the reference of GRPO's KL, and AdamW; of a checkpoint where there is one."""
     model = distributed.load_policy(str(checkpoint or cfg.model))
     reference = distributed.load_policy(cfg.model) if cfg.method == "grpo" else None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = None  # --lr 0 measures the model and leaves it as it is
-    if cfg.lr > 0:
-        fused = model.device.type == "cuda"
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused
-        )
-    done = distributed.step_of(checkpoint)
-    if checkpoint and optimizer:
-        distributed.load_optimizer(checkpoint, model, optimizer)
-    bad, stop, found = 0, StopSignal(), Counter()
-    bar = tqdm(total=cfg.steps, initial=done, desc=cfg.method, disable=rank() > 0)
-    for step in range(done + 1, cfg.steps + 1):
-        started = time.time()
-        model.zero_grad()  # gradients take no memory during a rollout
+    if cfg.lr == 0:  # measures the model and leaves it as it is
+        return model, reference, None
+    options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    if checkpoint:
+        bookkeeping.load_optimizer(checkpoint, model, optimizer)
+    return model, reference, optimizer
+
+
+def train(cfg: Config) -> None:
+    """Algorithm 1, --steps times."""
+    bookkeeping.check_flags(cfg)
+    tokenizer = load_tokenizer(cfg.model)
+    problems = training_problems(cfg, tokenizer)
+    suite = evaluation.load_benchmarks(cfg.eval_benchmarks) if cfg.eval_every else {}
+    run = Run(cfg)
+    model, reference, optimizer = load_policies(cfg, run.checkpoint)
+    for step in run.steps():
+        # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
         mini_batches = collect(model, tokenizer, problems, step, cfg)
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         if reference:
-            scores = score(reference, episodes, cfg)
-            for episode, (ref_logp, *_) in zip(episodes, scores, strict=True):
+            for episode, ref_logp, *_ in token_statistics(reference, episodes, cfg):
                 episode.ref_logp = ref_logp
-        if cfg.dump_every and step % cfg.dump_every == 0:
-            path = run / "dumps" / f"step_{step:06d}.json"
-            dump_tokens(path, step, model, tokenizer, mini_batches, cfg)
-        metrics = {"step": step} | rollout_metrics(episodes, cfg)
-        rolled_out = time.time()
-        lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
-        totals = []
+        run.write(policy_entropy(episodes), bookkeeping.rollout_metrics(episodes, cfg))
+        if run.is_due(cfg.dump_every):
+            for mini_batch in mini_batches:
+                form_mask(mini_batch, cfg)
+            run.dump(model, tokenizer, episodes)
+        run.stopwatch("rollout_seconds")
+
+        # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
+        lr, totals = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps)), []
+        if optimizer:
+            optimizer.param_groups[0]["lr"] = lr
         for number, mini_batch in enumerate(mini_batches):
-            if optimizer:
-                optimizer.param_groups[0]["lr"] = lr
-                if number > 0:  # before the first, pi_theta = pi_old: its statistics are there
-                    statistics_pass(model, mini_batch, cfg)
+            if optimizer and number > 0:  # before the first, pi_theta = pi_old: nothing has changed
+                statistics_pass(model, mini_batch, cfg)
             totals.append(update(model, optimizer, mini_batch, cfg))
-            bad = 0 if totals[-1]["finite"] else bad + 1
-            if bad == 3:
-                raise SystemExit(f"stapo.py: step {step}: three updates in a row were not finite")
-        metrics |= update_metrics(totals, metrics["tokens"])
-        found.update({key: metrics[key] for key in ("tokens", "silenced")})
-        finished = time.time()
-        metrics |= {
-            "lr": lr,
-            "rollout_seconds": rolled_out - started,
-            "update_seconds": finished - rolled_out,
-            "tokens_per_second": metrics["tokens"] / (finished - started),
-            "peak_memory_gb": peak_memory_gb(),
-        }
-        if cfg.eval_every and step % cfg.eval_every == 0:
+            run.check_finite(totals[-1]["finite"])
+        model.zero_grad()  # gradients take no memory in what follows
+
+        # 3. Write down what happened; evaluate and save when it is time.
+        run.write(bookkeeping.update_metrics(totals), {"lr": lr})
+        run.stopwatch("update_seconds")
+        if run.is_due(cfg.eval_every):
             with distributed.unsharded(model):
-                metrics["eval"] = evaluation.evaluate(model, tokenizer, suite, cfg)
-        stopping = all_max(int(stop.asked)) > 0
-        if rank() == 0:
-            with open(run / "metrics.jsonl", "a") as log:
-                log.write(json.dumps(finite(metrics)) + "\n")
-            bar.update()
-            keys = ("accuracy", "entropy", "silenced_fraction")
-            bar.set_postfix({key.split("_")[0]: f"{metrics[key]:.2g}" for key in keys})
-            if step % 10 == 1:
-                show(episodes[0], step)
-        last = stopping or step == cfg.steps
-        if optimizer and (last or (cfg.save_every and step % cfg.save_every == 0)):
-            distributed.save(run, step, model, optimizer, tokenizer, cfg.keep_last)
-        if stopping:
-            if rank() == 0:
-                bar.write(f"stopped after step {step}; continue with --resume --output {run}")
-            break
-    bar.close()
-    if rank() == 0 and not optimizer and found:
-        percent = 100 * found["silenced"] / found["tokens"]
-        print(f"{found['silenced']} of {found['tokens']} tokens are spurious: {percent:.4f} %")
-
-
-def finite(metrics: dict) -> dict:
-    """JSON knows no NaN or infinity: they become null."""
-    odd = (k for k, v in metrics.items() if isinstance(v, float) and not math.isfinite(v))
-    return metrics | dict.fromkeys(odd)
-
-
-class StopSignal:
-    """Ctrl-C and SIGTERM ask for a stop after the step; a second Ctrl-C stops at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
-
-    def ask(self, number: int, _frame) -> None:
-        tqdm.write("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
-        self.asked = True
-        signal.signal(number, signal.default_int_handler)
-
-
-class Parser(HfArgumentParser):
-    """Reads @file as a command line: many flags to a line, quotes, comments."""
-
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
+                run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg)})
+        run.end_step(episodes)
+        run.save_if_due(model, optimizer, tokenizer)
+    run.close()
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
-    cfg = Config(**vars(parser.parse_args(argv)))
+    cfg = bookkeeping.parse_flags(Config, __doc__.split("\n")[0], argv)
     logging.disable_progress_bar()
     distributed.start()
     try:

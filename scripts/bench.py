@@ -34,6 +34,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import bookkeeping
 import distributed
 import rollout
 import stapo
@@ -238,14 +239,14 @@ def random_model(quick: bool = False, **shape) -> Qwen3ForCausalLM:
     return model
 
 
-def random_episodes(model, lengths: list[int], zero_groups: int) -> list[stapo.Episode]:
+def random_episodes(model, lengths: list[int], zero_groups: int) -> list[rollout.Episode]:
     """Groups of 8 random responses, half of them right; the first groups have A = 0."""
     episodes = []
     for place, length in enumerate(lengths):
         ids = torch.randint(2, model.config.vocab_size, (16 + length,)).tolist()
         response = Response(ids[:16], ids[16:], False, "")
         advantage = 0.0 if place // 8 < zero_groups else 0.94 * (-1) ** place
-        episodes.append(stapo.Episode({}, response, 1.0 if place % 2 else -1.0, advantage))
+        episodes.append(rollout.Episode({}, response, 1.0 if place % 2 else -1.0, advantage))
     stapo.statistics_pass(model, episodes, stapo.Config(quantile_over="all"))
     for episode in episodes:
         episode.old_logp = episode.logp
@@ -253,7 +254,7 @@ def random_episodes(model, lengths: list[int], zero_groups: int) -> list[stapo.E
     return episodes
 
 
-def plain_update(model, optimizer, episodes: list[stapo.Episode], cfg: stapo.Config) -> None:
+def plain_update(model, optimizer, episodes: list[rollout.Episode], cfg: stapo.Config) -> None:
     """stapo.update's twin: 8 rows at a time, padded to the longest of all, nothing left out."""
     denominator = stapo.form_mask(episodes, cfg)["denominator"]
     width = max(len(e.response.prompt_ids) + len(e.response.ids) for e in episodes)
@@ -264,8 +265,8 @@ def plain_update(model, optimizer, episodes: list[stapo.Episode], cfg: stapo.Con
         padded = rollout.pad_batch([e.response for e in batch], DEVICE)
         short = width - padded[0].shape[1]
         padded = [functional.pad(t, (0, short)) for t in padded]
-        logp, entropy, _ = model.token_stats(*padded)
-        stapo.batch_loss(cfg, batch, logp, entropy, padded[2], denominator)[0].backward()
+        logp, _, _ = model.token_stats(*padded)
+        stapo.batch_loss(cfg, batch, logp, padded[2], denominator)[0].backward()
     model.eval()
     torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     optimizer.step()
@@ -516,7 +517,7 @@ def step(quick: bool) -> list[dict]:
             stapo.update(mine, optimizer, mini_batch, cfg)
         optimizer.zero_grad()  # as TRL leaves it, so that the peaks compare
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
-        stapo.rollout_metrics(episodes, cfg)
+        stapo.policy_entropy(episodes), bookkeeping.rollout_metrics(episodes, cfg)
         tokens["ours"].append(sum(len(e.response.ids) for e in episodes))
 
     def reward(completions, completion_ids, **_):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import bookkeeping
 import distributed
 import stapo
 from rollout import Response
@@ -102,7 +103,7 @@ def run(case: str, folder: Path) -> None:
         --batch_size {PROMPTS} --mini_batch_size 4 --group_size {GROUP} --max_new_tokens 30
         --lr 1e-6 --warmup_steps 0 --tau_p 0.002 --save_every 0 --gradient_checkpointing False
         --tokens_per_micro_batch 300 --output {output} {flags}"""
-    parser = stapo.Parser(stapo.Config)
+    parser = bookkeeping.Parser(stapo.Config)
     try:
         stapo.train(stapo.Config(**vars(parser.parse_args(argv.split()))))
     finally:

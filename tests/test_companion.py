@@ -14,7 +14,7 @@ from test_loss import drawn
 import stapo
 from stapo import quantile, stapo_loss
 
-SECTION = ("quantile", "group_advantages", "spurious_mask", "clipped_objective", "ratio_sums")
+SECTION = ("quantile", "group_advantages", "spurious_mask", "clipped_loss", "ratio_sums")
 SECTION += ("stapo_loss", "grpo_loss")
 
 

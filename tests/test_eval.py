@@ -375,7 +375,7 @@ def test_ranks_share_the_unfinished_chunks_evenly(monkeypatch):
     shares = []
     for rank in range(3):
         monkeypatch.setattr(evaluation, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(evaluation, "world", lambda: 3)
+        monkeypatch.setattr(evaluation, "world_size", lambda: 3)
         journal, share = evaluation.Journal(), []
         gather = lambda rows, rank=rank: [rows if i == rank else [] for i in range(3)]  # noqa: E731
         monkeypatch.setattr(evaluation.distributed, "gather", gather)

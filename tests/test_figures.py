@@ -60,16 +60,17 @@ def make_dump(step: int, tau_h: list, n: int = 300, **more) -> dict:
         pi = [math.exp(a) / total for a in logits]
         row = {"token": " Wait", "p": pi[0], "entropy": -sum(p * math.log(p) for p in pi)}
         row |= {"collision": sum(p * p for p in pi), "advantage": rng.choice([2.47, 1.62, 0.35])}
-        row |= {"silenced": pi[0] < 0.002 and rng.random() < 0.5}
+        row |= {"silenced": pi[0] < 0.002 and rng.random() < 0.5, "tau_h": tau_h[i % len(tau_h)]}
         tokens.append(row | {"weight": 1 if pi[0] < 0.002 else 7})
         if i == 0:  # the norm without the lemma: the gradient A (onehot - pi), entry by entry
             norm = math.hypot(*(row["advantage"] * ((v == 0) - p) for v, p in enumerate(pi)))
     for i, token in enumerate(AWKWARD):
         case = {"token": token, "p": 0.001, "entropy": 0.25, "collision": 0.9, "advantage": 1.62}
         case |= {"silenced": True, "weight": 500 + i, "problem": "?", "context": "so |x|\n= `"}
+        case["tau_h"] = tau_h[i % len(tau_h)]
         tokens.append(case | {"top": [[t, 0.2] for t in AWKWARD[:5]]})
     total = sum(row["weight"] for row in tokens)
-    dump = {"step": step, "method": "stapo", "tau_p": 0.002, "tau_h": tau_h, "tokens": tokens}
+    dump = {"step": step, "method": "stapo", "tau_p": 0.002, "tokens": tokens}
     return dump | {"positive_tokens": total, "all_tokens": 3 * total, "first_norm": norm} | more
 
 
@@ -78,15 +79,14 @@ def read_csv(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def brute_force(dumps: list[dict], thresholds: list[float]) -> dict[str, list[float]]:
-    """Quadrant -> [count, sum of norms, silenced], one token at a time."""
+def brute_force(dumps: list[dict], thresholds: list[float | None]) -> dict[str, list[float]]:
+    """Quadrant -> [count, sum of norms, silenced], token by token; None: the token's own tau_h."""
     found = {f"{p} p, {h} H": [0, 0.0, 0] for p in ("low", "high") for h in ("low", "high")}
     for dump, threshold in zip(dumps, thresholds, strict=True):
         for row in dump["tokens"]:
             p, entropy, collision, advantage, silenced, weight = map(row.get, figures.TOKEN_KEYS)
-            name = (
-                f"{'low' if p < 0.002 else 'high'} p, {'low' if entropy < threshold else 'high'} H"
-            )
+            low_h = entropy < (row["tau_h"] if threshold is None else threshold)
+            name = f"{'low' if p < 0.002 else 'high'} p, {'low' if low_h else 'high'} H"
             found[name][0] += weight
             found[name][1] += weight * abs(advantage) * (1 - 2 * p + collision) ** 0.5
             found[name][2] += weight * silenced
@@ -146,15 +146,18 @@ def test_smoothing_is_the_mean_of_the_last_values_and_spares_evaluations(tmp_pat
 
 
 def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
-    dumps = [make_dump(10, [0.7, None, 0.9]), make_dump(20, [0.6, float("inf")])]
+    """Each token has its own mini-batch's tau_h; where there is none, the mean of the others'."""
+    dumps = [make_dump(10, [0.7, None, 0.9]), make_dump(20, [0.6])]
     run = write_run(tmp_path / "run", [metrics(1, 0.5)], dumps)
     figures.main([str(run)])
+    for row in dumps[0]["tokens"]:
+        row["tau_h"] = row["tau_h"] or 0.8
     rows = read_csv(run / "figures" / "quadrants.csv")
     assert [row["step"] for row in rows] == ["10"] * 4 + ["20"] * 4 + ["all"] * 4
     parts = [
-        (rows[:4], dumps[:1], [0.8]),
-        (rows[4:8], dumps[1:], [0.6]),
-        (rows[8:], dumps, [0.8, 0.6]),
+        (rows[:4], dumps[:1], [None]),
+        (rows[4:8], dumps[1:], [None]),
+        (rows[8:], dumps, [None, None]),
     ]
     for part, of, thresholds in parts:
         truth = brute_force(of, thresholds)
@@ -167,11 +170,11 @@ def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
             assert float(row["share_of_all"]) == pytest.approx(count / (3 * total))
             assert float(row["mean_gradient_norm"]) == pytest.approx(norms / count)
             assert float(row["silenced"]) == silenced
-    count = brute_force(dumps, [0.8, 0.6])["low p, low H"][0]
+    count = brute_force(dumps, [None, None])["low p, low H"][0]
     share = count / sum(dump["positive_tokens"] for dump in dumps)
     printed = capsys.readouterr().out
     assert f"| low p, low H | {count} | **{100 * share:.3g} %** |" in printed
-    assert printed.count("**") == 4 and "tau_h, 0.6 to 0.8 nats" in printed
+    assert printed.count("**") == 4 and "the tau_h of its mini-batch, 0.6 to 0.9 nats" in printed
     points = read_csv(run / "figures" / "gradients.csv")
     for dump in dumps:
         p = dump["tokens"][0]["p"]
@@ -238,7 +241,7 @@ def test_frequent_tokens_add_up_over_dumps(tmp_path):
     run = write_run(tmp_path / "run", [metrics(1, 0.5)], [make_dump(s, [0.8]) for s in (10, 20)])
     figures.main([str(run)])
     found = json.loads((run / "figures" / "tokens.json").read_text())
-    rare = [r for s in (10, 20) for r in make_dump(s, [])["tokens"][:300] if r["p"] < 0.002]
+    rare = [r for s in (10, 20) for r in make_dump(s, [0.8])["tokens"][:300] if r["p"] < 0.002]
     silenced = sum(row["silenced"] for row in rare)
     awkward = {token: 2 * (500 + i) for i, token in enumerate(AWKWARD)}
     assert found["spurious"] == awkward | {" Wait": silenced} and silenced > 100
@@ -286,7 +289,9 @@ def test_errors_are_one_line_that_names_the_file(tmp_path):
     assert "line 1" in error(torn)
     for change in ({"tokens": [{"p": 0.1}]}, {"all_tokens": None}, {"tokens": 5}):
         broken = write_run(tmp_path / f"d{len(list(tmp_path.iterdir()))}", [metrics(1, 0.5)])
-        (broken / "dumps" / "step_000010.json").write_text(json.dumps(make_dump(10, []) | change))
+        (broken / "dumps" / "step_000010.json").write_text(
+            json.dumps(make_dump(10, [None]) | change)
+        )
         assert "step_000010.json" in error(broken)
     (broken / "dumps" / "step_000010.json").write_text('{"step": 1')
     assert "torn" in error(broken)

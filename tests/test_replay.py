@@ -10,8 +10,8 @@ from conftest import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stapo
-from rollout import Response
-from stapo import Config, Episode, form_mask, micro_batches
+from rollout import Episode, Response
+from stapo import Config, form_mask, micro_batches
 
 FLAGS = f"""--model {TINY} --data {TINY}/train.jsonl --steps 3 --batch_size 16 --mini_batch_size 4
     --group_size 4 --max_new_tokens 48 --warmup_steps 4 --lr 1e-3 --weight_decay 20

@@ -113,12 +113,12 @@ def test_gradient_norm_lemma_and_bounds(tiny, tokenizer):
     logp = logits.log_softmax(-1)
     chosen = logp.gather(1, tokens[:, None])
     offsets = 0.5 * torch.randn(n, 1, generator=torch.Generator().manual_seed(0)).double()
-    from stapo import clipped_objective
+    from stapo import clipped_loss
 
-    rho = (chosen - (chosen.detach() - offsets)).exp()
-    clipped_objective(rho, advantages, 0.2, 0.28).sum().backward()
+    old, every = chosen.detach() - offsets, torch.ones(n, 1, dtype=torch.bool)
+    (-clipped_loss(chosen, old, advantages, every, num_kept=1)).backward()
     squared = (logits.grad**2).sum(-1)
-    rho, logp, p = rho.detach().squeeze(1), logp.detach(), chosen.detach().exp().squeeze(1)
+    rho, logp, p = offsets.exp().squeeze(1), logp.detach(), chosen.detach().exp().squeeze(1)
     flat = ((advantages > 0) & (rho > 1.28)) | ((advantages < 0) & (rho < 0.8))
     w = torch.where(flat, 0.0, rho * advantages)
     assert 0 < flat.sum() < n > 200

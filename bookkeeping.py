@@ -1,0 +1,398 @@
+"""What a run keeps and checks: flags, its directory, metrics, samples, dumps, checkpoints, stops.
+
+Nothing here decides what is learnt; Algorithm 1 is in stapo.py. Read from top to bottom: flags,
+the run directory and its records, metrics, dumps for figures.py, checkpoints, the wish to stop.
+"""
+
+import itertools
+import json
+import math
+import resource
+import shlex
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+import distributed
+from distributed import all_max, all_sum, barrier, broadcast, rank, world_size
+from rollout import Episode, InputError, Model, Response, Tokenizer, generator, to_text
+
+# A single process saves checkpoints too.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+# ------------------------------------------------------------------------------------------ flags
+
+
+class Parser(HfArgumentParser):
+    """Reads @file as a command line: many flags to a line, quotes, comments."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
+
+
+def parse_flags(config: type, description: str, argv: list[str] | None) -> Any:
+    """A command line, with arguments files in it, as an instance of the dataclass `config`."""
+    parser = Parser(config, description=description, fromfile_prefix_chars="@")
+    return config(**vars(parser.parse_args(argv)))
+
+
+def check_flags(cfg: Any) -> None:
+    """Refuse flags that cannot work; raises InputError naming the flag."""
+
+    def need(name: str, holds: bool, why: str) -> None:
+        if not holds:
+            raise InputError(f"--{name} {getattr(cfg, name)}: {why}")
+
+    need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
+    need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
+    need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
+    v1 = cfg.quantile_over == "all"
+    need("quantile_over", cfg.method == "stapo" or not v1, "a definition of --method stapo alone")
+    default_beta = cfg.beta == type(cfg).beta
+    need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
+    need("resume", bool(cfg.output or not cfg.resume), "name the run to continue with --output")
+    sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
+    for name in (*sizes.split(), "tokens_per_micro_batch"):
+        need(name, getattr(cfg, name) >= 1, "has to be at least 1")
+    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every eval_every dump_every"
+    for name in rates.split():
+        need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
+    need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
+    whole = cfg.batch_size % cfg.mini_batch_size == 0
+    need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
+    whole = cfg.mini_batch_size % world_size() == 0
+    need("mini_batch_size", whole, f"not a multiple of {world_size()} ranks")
+
+
+# --------------------------------------------------------------------- a run and its directory
+
+
+class Run:
+    """A run directory, and what belongs to a run beside its model: step, records, times, saving.
+
+    `checkpoint` is the one to continue from, or None. Raises InputError where the directory
+    cannot be written or holds a run that was not asked for.
+    """
+
+    def __init__(self, cfg: Any):
+        output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
+        self.cfg, self.stop = cfg, StopSignal()
+        self.folder, self.checkpoint = open_folder(output, cfg.resume, asdict(cfg))
+        self.step = step_of(self.checkpoint)
+        self.metrics: dict[str, Any] = {}  # of the current step
+        self.failures = 0  # updates in a row that were not finite
+        self.counted = Counter()  # tokens, and silenced ones, since the start of this process
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, until one is the last or a stop was asked for."""
+        total, name = self.cfg.steps, self.cfg.method
+        self.bar = tqdm(total=total, initial=self.step, desc=name, disable=rank() > 0)
+        while self.step < total and not all_max(int(self.stop.asked)):
+            self.step += 1
+            self.metrics, self.started = {"step": self.step}, time.time()
+            yield self.step
+
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens every so many steps (0: never) happens in this one."""
+        return every > 0 and self.step % every == 0
+
+    def write(self, *records: dict[str, Any]) -> None:
+        """Add to the metrics line of this step."""
+        for record in records:
+            self.metrics |= record
+
+    def stopwatch(self, name: str) -> None:
+        """Add the seconds since the step began or the stopwatch was last read."""
+        now = time.time()
+        self.metrics[name] = now - self.started
+        self.started = now
+
+    def check_finite(self, finite: bool) -> None:
+        self.failures = 0 if finite else self.failures + 1
+        if self.failures == 3:
+            reason = "three updates in a row were not finite"
+            raise SystemExit(f"stapo.py: step {self.step}: {reason}")
+
+    def dump(self, model: Model, tokenizer: Tokenizer, episodes: list[Episode]) -> None:
+        path = self.folder / "dumps" / f"step_{self.step:06d}.json"
+        dump_tokens(path, self.step, model, tokenizer, episodes, self.cfg)
+
+    def end_step(self, episodes: list[Episode]) -> None:
+        """Append the line of this step to metrics.jsonl, move the bar, show a sample."""
+        line = self.metrics
+        seconds = line["rollout_seconds"] + line["update_seconds"]
+        line["tokens_per_second"] = line["tokens"] / seconds
+        line["silenced_fraction"] = line["silenced"] / line["tokens"]
+        line["peak_memory_gb"] = peak_memory_gb()
+        self.counted.update({key: line[key] for key in ("tokens", "silenced")})
+        if rank() == 0:
+            with open(self.folder / "metrics.jsonl", "a") as log:
+                log.write(json.dumps(nan_to_null(line)) + "\n")
+            self.bar.update()
+            keys = ("accuracy", "entropy", "silenced_fraction")
+            self.bar.set_postfix({key.split("_")[0]: f"{line[key]:.2g}" for key in keys})
+            if self.step % 10 == 1:
+                print_sample(episodes[0], self.step)
+
+    def save_if_due(self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer) -> None:
+        last = self.step == self.cfg.steps or all_max(int(self.stop.asked))
+        if optimizer and (last or self.is_due(self.cfg.save_every)):
+            save(self.folder, self.step, model, optimizer, tokenizer, self.cfg.keep_last)
+
+    def close(self) -> None:
+        """The last words of a run: how to continue it, or what it measured."""
+        self.bar.close()
+        if rank() > 0:
+            return
+        if self.step < self.cfg.steps:
+            print(f"stopped after step {self.step}; continue with --resume --output {self.folder}")
+        if self.cfg.lr == 0 and self.counted:
+            silenced, tokens = self.counted["silenced"], self.counted["tokens"]
+            print(f"{silenced} of {tokens} tokens are spurious: {100 * silenced / tokens:.4f} %")
+
+
+def open_folder(output: str, resume: bool, config: dict) -> tuple[Path, Path | None]:
+    """The run directory and the checkpoint to continue from, if any; raises InputError.
+
+    Writes config.json, and cuts metrics.jsonl (a line for each step) back to the checkpoint.
+    """
+    run = Path(broadcast(output))
+    saved = checkpoints(run)
+    if not resume and (saved or (run / "metrics.jsonl").exists()):
+        raise InputError(f"--output {run} holds a run: add --resume or name another directory")
+    barrier()
+    checkpoint = saved[-1] if saved else None
+    if rank() == 0:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            log = run / "metrics.jsonl"
+            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+            log.write_text("".join(lines[: step_of(checkpoint)]))
+        except OSError as error:
+            raise InputError(f"--output {run}: cannot be written ({error.strerror})") from error
+    return run, checkpoint
+
+
+def print_sample(episode: Episode, step: int) -> None:
+    """A response for the reader's eye, with its problem and its verdict."""
+    verdict = "right" if episode.reward > 0 else "wrong"
+    text = episode.response.text.strip()
+    text = text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
+    problem, answer = episode.problem["problem"], episode.problem["answer"]
+    tqdm.write(f"--- step {step}, {verdict} (the answer is {answer}): {problem}\n{text}")
+
+
+# ---------------------------------------------------------------------------------------- metrics
+
+
+def rollout_metrics(episodes: list[Episode], cfg: Any) -> dict[str, float | None]:
+    """Under pi_old, over every response of every rank; the README defines each key."""
+    right = [e for e in episodes if e.reward > 0]
+    low_prob = sum(int((e.old_logp.exp() < cfg.tau_p).sum()) for e in right)
+    sums = {"responses": len(episodes), "right": len(right), "low_prob": low_prob}
+    sums["tokens"] = sum(len(e.response.ids) for e in episodes)
+    sums["right_tokens"] = sum(len(e.response.ids) for e in right)
+    sums["truncated"] = sum(e.response.truncated for e in episodes)
+    sums["reward"] = sum(e.reward for e in episodes)
+    sums["zero_advantage"] = sum(e.advantage == 0 for e in episodes)
+    total = all_sum(sums)
+    count, right_tokens = total["responses"], total["right_tokens"]
+    return {
+        "reward": total["reward"] / count,
+        "accuracy": total["right"] / count,
+        "zero_advantage_fraction": total["zero_advantage"] / count,
+        "low_prob_fraction": total["low_prob"] / right_tokens if right_tokens else None,
+        "tokens": int(total["tokens"]),
+        "response_length": total["tokens"] / count,
+        "truncated_fraction": total["truncated"] / count,
+    }
+
+
+def update_metrics(totals: list[dict]) -> dict[str, float | None]:
+    """The sums of a step's mini-batches -> their share of the metrics line."""
+    total = {key: sum(t[key] for t in totals) for key in totals[0]}
+    forwarded = total.get("tokens", 0)
+
+    def per_token(key: str) -> float | None:
+        return total[key] / forwarded if forwarded else None
+
+    def mean(key: str) -> float | None:
+        return total[key] / len(totals) if key in total else None
+
+    return {
+        "candidates": int(total["candidates"]),
+        "silenced": int(total["silenced"]),
+        "clip_low": per_token("clip_low"),
+        "clip_high": per_token("clip_high"),
+        "ratio_mean": per_token("ratio_sum"),
+        "loss": mean("loss"),
+        "grad_norm": mean("grad_norm"),
+        "skipped_updates": len(totals) - total["finite"],
+    }
+
+
+def peak_memory_gb() -> float:
+    """The GPU's peak since the start, or that of this process on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak / 1e6  # bytes there, KiB on Linux
+
+
+def nan_to_null(metrics: dict) -> dict:
+    """JSON knows no NaN or infinity: they become null."""
+    unusable = [k for k, v in metrics.items() if isinstance(v, float) and not math.isfinite(v)]
+    return metrics | dict.fromkeys(unusable)
+
+
+# ------------------------------------------------------------------------- dumps for figures.py
+
+DUMPED_TOKENS, DUMPED_CASES = 20_000, 32  # of a dump, over all ranks
+
+
+def dump_tokens(
+    path: Path, step: int, model: Model, tokenizer: Tokenizer, episodes: list[Episode], cfg: Any
+) -> None:
+    """Write what figures.py draws: tokens of responses with A > 0, as pi_old sees them.
+
+    Half of them are low-probability tokens; `weight` is how many tokens each stands for. The
+    masks and the tau_h of the episodes are those that form_mask gave them.
+    """
+    positive = [(e, t) for e in episodes if e.advantage > 0 for t in range(len(e.logp))]
+    low = [bool(e.logp[t].exp() < cfg.tau_p) for e, t in positive]
+    draw, tokens, cases = generator(cfg.seed, step), [], []
+    for kind in (True, False):
+        members = [token for token, is_low in zip(positive, low, strict=True) if is_low == kind]
+        shuffled = torch.randperm(len(members), generator=draw).tolist()
+        chosen = shuffled[: DUMPED_TOKENS // 2 // world_size()]
+        for e, t in [members[i] for i in chosen]:
+            token = {"token": to_text(tokenizer, [e.response.ids[t]]), "p": float(e.logp[t].exp())}
+            token |= {"entropy": float(e.entropy[t]), "collision": float(e.collision[t])}
+            token |= {"advantage": e.advantage, "silenced": bool(kind and not e.keep[t])}
+            token |= {"tau_h": e.tau_h if math.isfinite(e.tau_h) else None}
+            tokens.append(token | {"weight": len(members) / len(chosen)})
+            cases += [(tokens[-1], e, t)] if kind else []
+    describe(model, tokenizer, cases[: math.ceil(DUMPED_CASES / world_size())])
+    counts = {"positive_tokens": len(positive), "all_tokens": sum(len(e.logp) for e in episodes)}
+    dump = {"step": step, "method": cfg.method, "tau_p": cfg.tau_p}
+    dump |= {key: int(count) for key, count in all_sum(counts).items()}
+    dump["tokens"] = list(itertools.chain(*distributed.gather(tokens)))
+    if rank() == 0:
+        path.parent.mkdir(exist_ok=True)
+        path.with_suffix(".partial").write_text(json.dumps(dump))
+        path.with_suffix(".partial").rename(path)
+
+
+@torch.no_grad()
+def describe(model: Model, tokenizer: Tokenizer, cases: list[tuple[dict, Episode, int]]) -> None:
+    """The paper's case tables: adds to a token its context and the five likeliest alternatives."""
+    idle = {}, Episode({"problem": ""}, Response([0], [0], False, ""), 0.0, 0.0), 0
+    for token, e, t in cases + [idle] * (all_max(len(cases)) - len(cases)):  # ranks stay in step
+        before = e.response.prompt_ids + e.response.ids[:t]
+        logits = model(torch.tensor([before], device=model.device), logits_to_keep=1).logits
+        top = logits[0, -1].float().softmax(-1).topk(5)
+        likely = zip(top.indices.tolist(), top.values.tolist())
+        token |= {"problem": e.problem["problem"], "context": to_text(tokenizer, before)[-200:]}
+        token |= {"top": [[to_text(tokenizer, [i]), p] for i, p in likely]}
+    distributed.reshard(model)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run directory, oldest first."""
+    return sorted(path for path in run.glob("checkpoints/step_*") if path.suffix != ".partial")
+
+
+def step_of(checkpoint: Path | None) -> int:
+    return int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
+
+
+def save(
+    run: Path,
+    step: int,
+    model: Model,
+    optimizer: Optimizer | None,
+    tokenizer: Tokenizer,
+    keep_last: int,
+) -> None:
+    """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
+
+    It is written under another name and renamed when whole, so that a crash leaves no half of
+    one; the oldest are deleted after that. Any number of ranks can continue from it: data order,
+    sampling and noise are functions of the seed and the step, so there is no other state.
+    """
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    partial = folder.with_suffix(".partial")
+    try:
+        if rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        barrier()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
+        if rank() == 0:
+            head = model.get_output_embeddings()
+            if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
+                weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
+            model.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+        moments = get_optimizer_state_dict(model, optimizer)
+        dcp.save(moments, checkpoint_id=partial / "trainer", no_dist=not dist.is_initialized())
+        barrier()
+        if rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+            for old in checkpoints(run)[:-keep_last]:
+                shutil.rmtree(old)
+    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"stapo.py: {folder} cannot be written: {reason}") from error
+    barrier()
+
+
+def load_optimizer(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
+    """Read the optimiser's moments, on any number of ranks."""
+    moments = get_optimizer_state_dict(model, optimizer)
+    dcp.load(moments, checkpoint_id=folder / "trainer", no_dist=not dist.is_initialized())
+    set_optimizer_state_dict(model, optimizer, moments)
+
+
+# --------------------------------------------------------------------------------- the wish to stop
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM ask for a stop after the step; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, number: int, _frame: Any) -> None:
+        tqdm.write("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
+        self.asked = True
+        signal.signal(number, signal.default_int_handler)
