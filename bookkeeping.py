@@ -4,6 +4,7 @@ Nothing here decides what is learnt; Algorithm 1 is in stapo.py. Read from top t
 the run directory and its records, metrics, dumps for figures.py, checkpoints, the wish to stop.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -15,10 +16,10 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,11 +51,45 @@ class Parser(HfArgumentParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return shlex.split(arg_line, comments=True)
 
+    def error(self, message: str) -> NoReturn:
+        if rank() > 0:  # rank 0 says it
+            sys.exit(2)
+        super().error(message)
+
+
+# What a resumed run may change: how long, how often and with how much memory, not what it computes.
+RESUMABLE = set(
+    "output resume steps save_every save_minutes keep_last dump_every eval_every eval_benchmarks "
+    "log_samples rollout_batch_size tokens_per_micro_batch gradient_checkpointing threads".split()
+)
+
 
 def parse_flags(config: type, description: str, argv: list[str] | None) -> Any:
-    """A command line, with arguments files in it, as an instance of the dataclass `config`."""
+    """A command line, with arguments files in it, as an instance of the dataclass `config`.
+
+    With --resume every flag that is not given comes from the run's config.json. Raises InputError
+    where a given flag contradicts it, or where there is no run.
+    """
     parser = Parser(config, description=description, fromfile_prefix_chars="@")
-    return config(**vars(parser.parse_args(argv)))
+    cfg = config(**vars(parser.parse_args(argv)))
+    if not cfg.resume:
+        return cfg
+    if not cfg.output:
+        raise InputError("--resume: name the run to continue with --output")
+    absent = object()  # what is there before parsing is not overwritten by a default
+    given = argparse.Namespace(**dict.fromkeys(asdict(cfg), absent))
+    given = vars(parser.parse_args(argv, given))
+    given = {name: value for name, value in given.items() if value is not absent}
+    try:
+        held = json.loads((Path(cfg.output) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--resume: --output {cfg.output} holds no run to continue") from error
+    for name in sorted(given.keys() - RESUMABLE):
+        if name in held and held[name] != given[name]:
+            began = f"began with --{name} {held[name]}"
+            raise InputError(f"--{name} {given[name]}: {cfg.output} {began}, and --resume keeps it")
+    known = {name: held[name] for name in asdict(cfg) if name in held}
+    return config(**known | given)
 
 
 def check_flags(cfg: Any) -> None:
@@ -71,12 +106,11 @@ def check_flags(cfg: Any) -> None:
     need("quantile_over", cfg.method == "stapo" or not v1, "a definition of --method stapo alone")
     default_beta = cfg.beta == type(cfg).beta
     need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
-    need("resume", bool(cfg.output or not cfg.resume), "name the run to continue with --output")
     sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
     for name in (*sizes.split(), "tokens_per_micro_batch"):
         need(name, getattr(cfg, name) >= 1, "has to be at least 1")
-    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every eval_every dump_every"
-    for name in rates.split():
+    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes eval_every"
+    for name in (*rates.split(), "dump_every", "log_samples", "threads"):
         need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
@@ -99,10 +133,12 @@ class Run:
         output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
         self.cfg, self.stop = cfg, StopSignal()
         self.folder, self.checkpoint = open_folder(output, cfg.resume, asdict(cfg))
-        self.step = step_of(self.checkpoint)
+        self.step = self.finished = self.saved = step_of(self.checkpoint)
+        self.saved_at = time.time()
         self.metrics: dict[str, Any] = {}  # of the current step
         self.failures = 0  # updates in a row that were not finite
         self.counted = Counter()  # tokens, and silenced ones, since the start of this process
+        self.warned = False
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, until one is the last or a stop was asked for."""
@@ -139,34 +175,52 @@ class Run:
         dump_tokens(path, self.step, model, tokenizer, episodes, self.cfg)
 
     def end_step(self, episodes: list[Episode]) -> None:
-        """Append the line of this step to metrics.jsonl, move the bar, show a sample."""
+        """Append this step to metrics.jsonl and samples.jsonl, move the bar, show a sample."""
         line = self.metrics
         seconds = line["rollout_seconds"] + line["update_seconds"]
         line["tokens_per_second"] = line["tokens"] / seconds
         line["silenced_fraction"] = line["silenced"] / line["tokens"]
         line["peak_memory_gb"] = peak_memory_gb()
         self.counted.update({key: line[key] for key in ("tokens", "silenced")})
-        if rank() == 0:
-            with open(self.folder / "metrics.jsonl", "a") as log:
-                log.write(json.dumps(nan_to_null(line)) + "\n")
-            self.bar.update()
-            keys = ("accuracy", "entropy", "silenced_fraction")
-            self.bar.set_postfix({key.split("_")[0]: f"{line[key]:.2g}" for key in keys})
-            if self.step % 10 == 1:
-                print_sample(episodes[0], self.step)
+        self.finished = self.step
+        if rank() > 0:
+            return
+        samples = [sample_row(e, self.step) for e in episodes[: self.cfg.log_samples]]
+        for name, rows in (("samples.jsonl", samples), ("metrics.jsonl", [nan_to_null(line)])):
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.bar.update()
+        keys = ("accuracy", "entropy", "silenced_fraction")
+        self.bar.set_postfix({key.split("_")[0]: f"{line[key]:.2g}" for key in keys})
+        if self.step % 10 == 1:
+            print_sample(episodes[0], self.step)
+        if abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005 and not self.warned:
+            tqdm.write(SAMPLING_WARNING.format(**line), file=sys.stderr)
+            self.warned = True
 
     def save_if_due(self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer) -> None:
-        last = self.step == self.cfg.steps or all_max(int(self.stop.asked))
-        if optimizer and (last or self.is_due(self.cfg.save_every)):
-            save(self.folder, self.step, model, optimizer, tokenizer, self.cfg.keep_last)
+        """Save every so many steps, and after so many minutes, whichever comes first."""
+        minutes = (time.time() - self.saved_at) / 60
+        late = 0 < self.cfg.save_minutes <= minutes
+        if self.is_due(self.cfg.save_every) or all_max(int(late)):
+            self.save(model, optimizer, tokenizer)
 
-    def close(self) -> None:
-        """The last words of a run: how to continue it, or what it measured."""
+    def save(self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer) -> None:
+        """A checkpoint of the last finished step, unless it exists or nothing is trained."""
+        if optimizer and self.finished > self.saved:
+            keep_last = self.cfg.keep_last
+            save_checkpoint(self.folder, self.finished, model, optimizer, tokenizer, keep_last)
+            self.saved, self.saved_at = self.finished, time.time()
+
+    def close(self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer) -> None:
+        """Save, and say how to continue the run or what it measured."""
+        self.save(model, optimizer, tokenizer)
         self.bar.close()
         if rank() > 0:
             return
-        if self.step < self.cfg.steps:
-            print(f"stopped after step {self.step}; continue with --resume --output {self.folder}")
+        if self.finished < self.cfg.steps:
+            again = f"continue with --resume --output {self.folder}"
+            print(f"stopped after step {self.finished}; {again}")
         if self.cfg.lr == 0 and self.counted:
             silenced, tokens = self.counted["silenced"], self.counted["tokens"]
             print(f"{silenced} of {tokens} tokens are spurious: {100 * silenced / tokens:.4f} %")
@@ -175,24 +229,55 @@ class Run:
 def open_folder(output: str, resume: bool, config: dict) -> tuple[Path, Path | None]:
     """The run directory and the checkpoint to continue from, if any; raises InputError.
 
-    Writes config.json, and cuts metrics.jsonl (a line for each step) back to the checkpoint.
+    Writes config.json, and cuts metrics.jsonl and samples.jsonl back to the checkpoint: the steps
+    after it are done again. Where that would leave nothing, it refuses.
     """
     run = Path(broadcast(output))
     saved = checkpoints(run)
-    if not resume and (saved or (run / "metrics.jsonl").exists()):
+    log = run / "metrics.jsonl"
+    begun = log.exists() and log.stat().st_size > 0
+    if not resume and (saved or begun):
         raise InputError(f"--output {run} holds a run: add --resume or name another directory")
+    if resume and begun and not saved:
+        raise InputError(f"--resume: {run} holds no checkpoint; start anew in another --output")
     barrier()
     checkpoint = saved[-1] if saved else None
     if rank() == 0:
         try:
             run.mkdir(parents=True, exist_ok=True)
             (run / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            log = run / "metrics.jsonl"
-            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-            log.write_text("".join(lines[: step_of(checkpoint)]))
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                cut_back(run / name, step_of(checkpoint))
         except OSError as error:
             raise InputError(f"--output {run}: cannot be written ({error.strerror})") from error
+        if resume:
+            print(f"resuming {run} from step {step_of(checkpoint)}")
     return run, checkpoint
+
+
+def cut_back(file: Path, step: int) -> None:
+    """Leave the rows of a .jsonl file up to a step; a line that a crash tore goes too."""
+    kept = []
+    for line in file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []:
+        try:
+            kept += [line] if json.loads(line)["step"] <= step else []
+        except ValueError:
+            continue
+    file.with_suffix(".partial").write_text("".join(kept), "utf-8")
+    file.with_suffix(".partial").replace(file)
+
+
+SAMPLING_WARNING = (
+    "step {step}: the sampler does not draw from the policy that is trained: -ln p of the sampled "
+    "tokens is {sampling_gap:+.4f} nats from the entropy on average (z = {sampling_z:+.1f}). "
+    "Look for a temperature, top-p, top-k, stale weights or another precision."
+)
+
+
+def sample_row(e: Episode, step: int) -> dict[str, Any]:
+    """A line of samples.jsonl."""
+    row = {"step": step, "problem": e.problem["problem"], "gold": e.problem["answer"]}
+    return row | {"response": e.response.text, "reward": e.reward, "advantage": e.advantage}
 
 
 def print_sample(episode: Episode, step: int) -> None:
@@ -201,7 +286,8 @@ def print_sample(episode: Episode, step: int) -> None:
     text = episode.response.text.strip()
     text = text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
     problem, answer = episode.problem["problem"], episode.problem["answer"]
-    tqdm.write(f"--- step {step}, {verdict} (the answer is {answer}): {problem}\n{text}")
+    verdict += f" (the answer is {answer})" if answer else ""
+    tqdm.write(f"--- step {step}, {verdict}: {problem}\n{text}")
 
 
 # ---------------------------------------------------------------------------------------- metrics
@@ -331,7 +417,7 @@ def step_of(checkpoint: Path | None) -> int:
     return int(checkpoint.name.removeprefix("step_")) if checkpoint else 0
 
 
-def save(
+def save_checkpoint(
     run: Path,
     step: int,
     model: Model,
@@ -384,15 +470,46 @@ def load_optimizer(folder: Path, model: Model, optimizer: Optimizer | None) -> N
 # --------------------------------------------------------------------------------- the wish to stop
 
 
+class Interrupted(Exception):
+    """Ends a function of StopSignal.interruptible early."""
+
+
 class StopSignal:
-    """Ctrl-C and SIGTERM ask for a stop after the step; a second Ctrl-C stops at once."""
+    """Ctrl-C and SIGTERM ask for a stop: a rollout is left, an update is finished, then it saves.
+
+    Launchers and schedulers repeat SIGTERM, torchrun repeats Ctrl-C within moments: the same wish.
+    A second Ctrl-C later than that stops at once.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.asked_at, self.inside = False, math.inf, False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask)
 
     def ask(self, number: int, _frame: Any) -> None:
-        tqdm.write("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
-        self.asked = True
-        signal.signal(number, signal.default_int_handler)
+        if number == signal.SIGINT and time.time() - self.asked_at > 2:
+            raise KeyboardInterrupt
+        if not self.asked and rank() == 0:
+            words = "stopping: a rollout is left out, an update is finished (Ctrl-C again: at once)"
+            tqdm.write(words, file=sys.stderr)
+        if not self.asked:
+            self.asked, self.asked_at = True, time.time()
+        if self.inside:
+            self.inside = False
+            raise Interrupted
+
+    def interruptible(self, function: Callable) -> Callable:
+        """`function`, which a stop ends at once, with None. It must hold no collective."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                self.inside = True
+                result = None if self.asked else function(*args, **options)
+                self.inside = False
+                return result
+            except Interrupted:
+                return None
+            finally:
+                self.inside = False
+
+        return call

@@ -9,7 +9,7 @@ import contextlib
 import os
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout import Model, check_head, load_model, token_stats
+from rollout import InputError, Model, check_head, load_model, token_stats
 
 # The name that older transformers have works in newer ones.
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
@@ -47,7 +48,9 @@ def start() -> None:
         torch.cuda.set_device(device())
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        patience = timedelta(hours=2)  # ranks wait for the longest rollout of all
+        # Ranks wait for the longest rollout of all. A rank that fails needs no timeout: torchrun
+        # ends the others.
+        patience = timedelta(days=30)
         dist.init_process_group(backend, timeout=patience)
     elif cuda:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -119,22 +122,28 @@ def barrier() -> None:
         dist.barrier()
 
 
+def progress(items: list, name: str) -> Iterable:
+    """The items, with a bar on rank 0 that leaves no trace."""
+    return tqdm(items, desc=name, leave=False, disable=rank() > 0)
+
+
 # --------------------------------------------------------------------------------------- sharding
 
 
 def load_policy(name: str) -> Model:
     """A model with float32 weights, sharded where there is a process group, and `.token_stats`."""
+    whole = load_model(name) if rank() == 0 else None
+    if rank() == 0:
+        check_head(whole)
     if not dist.is_initialized():
-        model = load_model(name)
+        model = whole
         model.token_stats = types.MethodType(token_stats, model)
         return model
     # Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
     # shards, and receives its own: no GPU ever holds the whole float32 model.
-    whole = load_model(name) if rank() == 0 else None
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    check_head(model)
     shard(model)
     model.to_empty(device=device())
     for module in model.modules():  # rotary frequencies are computed, not stored
@@ -150,7 +159,13 @@ def load_policy(name: str) -> Model:
 
 
 def shard(model: Model) -> None:
-    """FSDP2: each decoder layer is a group; embedding, norm and head are the root's."""
+    """FSDP2: each decoder layer is a group; embedding, norm and head are the root's.
+
+    Raises InputError for a model whose decoder layers are not under the usual name.
+    """
+    if not hasattr(model.base_model, "layers"):
+        name = type(model.base_model).__name__
+        raise InputError(f"--model: {name} has no `.layers` to shard, which is not supported")
     options = {"mesh": init_device_mesh(device().type, (world_size(),))}
     if device().type == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -7,7 +7,13 @@ The final answer is the content of the last complete \boxed{...}; when two answe
 decided by answers.py.
 """
 
+import importlib.util
+import math
+import numbers
 import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 
 from answers import math_equal, rounds_to
 
@@ -55,3 +61,47 @@ def is_correct(response: str, gold: str) -> bool:
 def math_reward(response: str, gold: str) -> float:
     """R(x, y) of Sec. 2.2: +1.0 for a right final answer, -1.0 for any other."""
     return 1.0 if is_correct(response, gold) else -1.0
+
+
+class RewardError(ValueError):
+    """A reward of the user's own cannot be used: the message names it and says why."""
+
+
+def load_reward(spec: str = "") -> Callable[[str, dict], float]:
+    """The reward that training calls with a response's text and its problem -> float.
+
+    An empty `spec` is math_reward on problem["answer"]. FILE.py:FUNCTION is a function of the
+    user's own, called with the text and problem["row"], the row of the data file with every
+    column; it returns a number. Raises RewardError, here and when the function fails.
+    """
+    if not spec:
+        return lambda text, problem: math_reward(text, problem["answer"])
+    file, _, name = spec.rpartition(":")
+    if not Path(file).is_file() or not file.endswith(".py"):
+        raise RewardError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
+    module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise RewardError(f"--reward {spec}: cannot be imported: {described(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RewardError(f"--reward {spec}: {file} has no function {name}")
+
+    def reward(text: str, problem: dict) -> float:
+        try:
+            value = function(text, problem["row"])
+        except Exception as error:
+            raise RewardError(f"--reward {spec}: {described(error)}") from error
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
+        return float(value)
+
+    return reward
+
+
+def described(error: Exception) -> str:
+    """An exception in one line, with the place that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{error!r} at {place.filename}, line {place.lineno}"

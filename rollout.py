@@ -7,6 +7,8 @@ from, and that distribution's collision probability (Sec. 3.2).
 """
 
 import contextlib
+import hashlib
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -33,17 +35,15 @@ class InputError(ValueError):
     """Wrong input: the message names the flag, file or row and says what to do."""
 
 
-def mix_seed(*numbers: int) -> int:
-    """One seed from several small numbers, distinct for distinct numbers below a million."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number) % 2**63
-    return seed
+def mix_seed(*parts: object) -> int:
+    """One 63-bit seed from several numbers and names, as good as random in all of them."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
-def generator(*numbers: int) -> torch.Generator:
-    """torch's generator on the CPU, seeded by several numbers."""
-    return torch.Generator().manual_seed(mix_seed(*numbers))
+def generator(*parts: object) -> torch.Generator:
+    """torch's generator on the CPU, which uses 32 bits of the mixed seed."""
+    return torch.Generator().manual_seed(mix_seed(*parts))
 
 
 # ---------------------------------------------------------------------------- model and tokenizer
@@ -70,19 +70,25 @@ def load_tokenizer(name: str) -> Tokenizer:
 def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
     model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
-    check_head(model)
     return model.to(device).eval()
 
 
+@torch.no_grad()
 def check_head(model: Model) -> None:
-    """Scoring multiplies hidden states by the head's weight; refuse a model that does more."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    extras = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-    found = [name for name in extras if getattr(config, name, None) not in (None, 1, 1.0)]
-    if getattr(head, "bias", None) is not None:
-        found.append("a bias")
-    if found:
-        raise InputError(f"--model: the output head has {', '.join(found)}, which is not supported")
+    """Raise InputError unless the model's logits are hidden states times the head's weight.
+
+    Scoring relies on it. A bias, a scale or a soft cap on the logits would make every
+    log-probability wrong, under whatever name the model's code has it. float32 weights.
+    """
+    ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 8, H)
+    product = hidden @ model.get_output_embeddings().weight.T  # (1, 8, V)
+    logits = model(ids, use_cache=False).logits
+    if not torch.allclose(product, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+        raise InputError(
+            "--model: its logits are not hidden states times the weight of its output head "
+            "(a bias, a scale or a soft cap), which is not supported"
+        )
 
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
@@ -109,12 +115,16 @@ DAPO_WRAPPER = re.compile(
 )
 
 
-def load_problems(source: str, split: str = "train") -> list[dict[str, str]]:
+def load_problems(
+    source: str, split: str = "train", *, whole_rows: bool = False, progress: str | None = None
+) -> list[dict[str, Any]]:
     """Distinct problems of a Hub dataset or a local .jsonl or .parquet file, in file order.
 
     Columns understood: `problem`, `question` or a chat `prompt` (DAPO-Math-17k, whose wrapper is
     taken off); `answer`, `final_answer` (a list) or `reward_model["ground_truth"]`.
-    Returns [{"problem": str, "answer": str}]; raises InputError naming the file or the row.
+    Returns [{"problem": str, "answer": str}]; raises InputError naming the file or the row. With
+    `whole_rows` each problem has its "row" too, a dict of every column, and needs no answer.
+    `progress` names a tqdm bar over the rows.
     """
     import datasets  # slow to import, and needed by no other function
 
@@ -134,15 +144,23 @@ def load_problems(source: str, split: str = "train") -> list[dict[str, str]]:
         raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error
     wanted = ("problem", "question", "prompt", "answer", "final_answer", "reward_model")
     columns = [name for name in wanted if name in rows.column_names]
-    rows = rows.select_columns(columns or rows.column_names)
-    problems = {}
-    for number, row in enumerate(rows, start=1):
+    if columns and not whole_rows:
+        rows = rows.select_columns(columns)
+    problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
+    batches = (zip(*batch.values()) for batch in rows.iter(1000))  # far faster than row by row
+    bar = tqdm(total=len(rows), desc=progress, leave=False, disable=progress is None)
+    for number, values in enumerate(itertools.chain.from_iterable(batches), start=1):
+        row = dict(zip(rows.column_names, values))
         problem, answer = read_row(row)
-        if not problem or not answer:
+        if not problem or not (answer or whole_rows):
             what = "answer" if problem else "problem"
             raise InputError(f"{source}: row {number} has no {what} (columns: {', '.join(row)})")
-        problems.setdefault(problem, answer)  # DAPO-Math-17k holds each problem ~100 times
-    return [{"problem": problem, "answer": answer} for problem, answer in problems.items()]
+        if problem not in problems:
+            problems[problem] = {"problem": problem, "answer": answer}
+            problems[problem] |= {"row": row} if whole_rows else {}
+        bar.update()
+    bar.close()
+    return list(problems.values())
 
 
 def read_row(row: dict) -> tuple[str, str]:
@@ -428,6 +446,20 @@ def token_stats(
     empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     logp, entropy, collision = (empty.masked_scatter(predicted, s) for s in stats)
     return logp, entropy, collision
+
+
+def sampling_gap(
+    logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether sampled tokens were drawn from the policy that scored them: (gap in nats, z).
+
+    logp, entropy, mask: any one shape, of the sampled tokens under that policy. For a token drawn
+    from pi, -ln pi(y) has the mean H, given everything before it. So d = -logp - H sums up
+    martingale differences: gap = mean(d) is 0 but for chance, and z = sum(d) / sqrt(sum(d^2)) is
+    about standard normal. A temperature, top-p, top-k, stale weights or another precision shows.
+    """
+    d = (-logp.double() - entropy.double())[mask]
+    return d.mean(), d.sum() / d.square().sum().sqrt()
 
 
 def head_stats(

@@ -21,6 +21,7 @@ collection of a rollout batch, the loop, main. bookkeeping.py keeps the records 
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,9 +33,9 @@ from transformers.utils import logging
 import bookkeeping
 import distributed
 import eval as evaluation
-from bookkeeping import Run
+from bookkeeping import Run, StopSignal
 from distributed import all_cat, all_max, all_sum, rank, world_size
-from reward import math_reward
+from reward import RewardError, load_reward
 from rollout import (
     INSTRUCTION,
     Episode,
@@ -49,6 +50,7 @@ from rollout import (
     mix_seed,
     pad_batch,
     sample,
+    sampling_gap,
 )
 
 
@@ -63,8 +65,9 @@ class Config:
     model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM")
     data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl or .parquet")
     instruction: str = flag(INSTRUCTION, "follows every problem; may be empty")
-    output: str = flag("", "run directory (default: a fresh one under runs/)")
-    resume: bool = flag(False, "continue the run in --output from its newest checkpoint")
+    reward: str = flag("", "FILE.py:FUNCTION in place of the grader: (response, row) -> float")
+    output: str = flag("", "run directory; empty: a fresh one under runs/")
+    resume: bool = flag(False, "continue the run in --output, with its flags")
     # the objective
     method: Literal[
         "stapo", "justrl", "grpo", "20-entropy", "full-mask", "high-entropy", "random"
@@ -72,7 +75,7 @@ class Config:
     tau_p: float = flag(0.002, "S2T: a token is a candidate below this probability")
     q: float = flag(0.75, "S2T: silence candidates below this quantile of entropy")
     quantile_over: Literal["candidates", "all"] = flag(
-        "candidates", "S2T: tokens whose entropies give tau_h (all: the paper's v1)"
+        "candidates", "S2T: tokens whose entropies give tau_h (all, with --q 0.8: the paper's v1)"
     )
     eps_low: float = flag(0.2, "clip the ratio at 1 - eps_low")
     eps_high: float = flag(0.28, "clip the ratio at 1 + eps_high (grpo: eps_low)")
@@ -96,8 +99,11 @@ class Config:
     )
     tokens_per_micro_batch: int = flag(16384, "rows times longest row, on each rank")
     gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
-    save_every: int = flag(50, "steps between checkpoints")
+    threads: int = flag(0, "CPU threads of each rank (0: torch's choice)")
+    save_every: int = flag(50, "steps between checkpoints (0: only by --save_minutes)")
+    save_minutes: float = flag(60, "minutes between checkpoints at most (0: only by --save_every)")
     keep_last: int = flag(2, "checkpoints kept")
+    log_samples: int = flag(8, "responses of every step that go to samples.jsonl")
     dump_every: int = flag(0, "steps between dumps of tokens for figures.py (0: none)")
     eval_every: int = flag(0, "steps between evaluations (0: none)")
     eval_benchmarks: list[str] = field(
@@ -325,7 +331,8 @@ def token_statistics(
 ) -> list[tuple[Episode, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(episode, logp, entropy, collision) of each, under this model: (T,) float32 on the CPU."""
     found = []
-    for batch in micro_batches(episodes, cfg.tokens_per_micro_batch):
+    batches = micro_batches(episodes, cfg.tokens_per_micro_batch)
+    for batch in distributed.progress(batches, "score"):
         *stats, mask = forward(model, batch)
         stats = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the whole batch
         rows = stats.split([len(e.response.ids) for e in batch], dim=1) if batch else []
@@ -394,7 +401,8 @@ def batch_loss(
     clip = {"eps_low": cfg.eps_low, "eps_high": eps_high}
     sums = ratio_sums(logp, old_logp, advantages, mask, **clip)
     if cfg.method == "grpo":
-        ref_logp = pad_like([e.ref_logp for e in batch], mask)
+        # without a KL term no reference is loaded: pi_theta itself makes the term zero
+        ref_logp = pad_like([e.ref_logp for e in batch], mask) if cfg.beta else logp.detach()
         args = logp, old_logp, ref_logp, advantages, mask
         options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
         return grpo_loss(*args, **options), sums
@@ -419,7 +427,8 @@ def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], c
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
     optimizer.zero_grad()
-    for batch in micro_batches(trained, cfg.tokens_per_micro_batch):
+    batches = micro_batches(trained, cfg.tokens_per_micro_batch)
+    for batch in distributed.progress(batches, "update"):
         logp, _, _, mask = forward(model, batch)
         if not batch:
             (logp.sum() * 0).backward()
@@ -446,7 +455,8 @@ def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], c
 
 def training_problems(cfg: Config, tokenizer: Tokenizer) -> list[dict]:
     """[{"problem", "answer", "prompt_ids"}] with the prompts that are too long dropped aloud."""
-    problems = load_problems(cfg.data)
+    progress = f"reading {cfg.data}" if rank() == 0 else None
+    problems = load_problems(cfg.data, whole_rows=bool(cfg.reward), progress=progress)
     for problem in problems:
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
     kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
@@ -468,11 +478,18 @@ def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]
 
 
 def collect(
-    model: Model, tokenizer: Tokenizer, problems: list[dict], step: int, cfg: Config
+    model: Model,
+    tokenizer: Tokenizer,
+    problems: list[dict],
+    step: int,
+    cfg: Config,
+    reward: Callable[[str, dict], float],
+    stop: StopSignal,
 ) -> list[list[Episode]]:
     """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
+    Empty where a stop was asked for before the sampling ended.
     """
     indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
@@ -480,7 +497,7 @@ def collect(
     places = [start + i for start in starts for i in range(share)]  # in the batch
     chosen = [problems[indices[place]] for place in places for _ in range(cfg.group_size)]
     with distributed.unsharded(model):
-        responses = sample(
+        responses = stop.interruptible(sample)(
             model,
             tokenizer,
             [problem["prompt_ids"] for problem in chosen],
@@ -490,7 +507,9 @@ def collect(
             seed=mix_seed(cfg.seed, step, rank()),
             progress="rollout" if rank() == 0 else None,
         )
-    rewards = [math_reward(r.text, p["answer"]) for r, p in zip(responses, chosen, strict=True)]
+    if all_max(int(stop.asked)):
+        return []
+    rewards = [reward(r.text, problem) for r, problem in zip(responses, chosen, strict=True)]
     rewards = torch.tensor(rewards).nan_to_num(nan=-1.0)  # what cannot be graded is not right
     advantages = group_advantages(rewards.view(-1, cfg.group_size)).flatten()  # (P, G) -> (P G,)
     rows = zip(chosen, responses, rewards.tolist(), advantages.tolist(), strict=True)
@@ -505,12 +524,15 @@ def collect(
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
 
-def policy_entropy(episodes: list[Episode]) -> dict[str, float]:
-    """Token entropy under pi_old over every rank's responses: mean and quantiles, in nats."""
+def entropy_metrics(episodes: list[Episode]) -> dict[str, float]:
+    """Token entropy under pi_old over every rank's responses, in nats, and the sampling check."""
     entropy = all_cat(torch.cat([e.entropy for e in episodes]))
     percents = torch.tensor([50, 80, 95, 99])
     quantiles = quantile(entropy, percents.double() / 100).tolist()
     named = {f"entropy_p{p}": h for p, h in zip(percents.tolist(), quantiles, strict=True)}
+    old_logp = all_cat(torch.cat([e.old_logp for e in episodes]))
+    gap, z = sampling_gap(old_logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
+    named |= {"sampling_gap": float(gap), "sampling_z": float(z)}
     return {"entropy": float(entropy.double().mean()), **named}
 
 
@@ -522,7 +544,9 @@ def load_policies(
 ) -> tuple[Model, Model | None, Optimizer | None]:
     """The policy, the reference of GRPO's KL, and AdamW; of a checkpoint where there is one."""
     model = distributed.load_policy(str(checkpoint or cfg.model))
-    reference = distributed.load_policy(cfg.model) if cfg.method == "grpo" else None
+    with_kl = cfg.method == "grpo" and cfg.beta > 0
+    reference = distributed.load_policy(cfg.model) if with_kl else None
+    logging.disable_progress_bar()  # the bars of loading are welcome, those of saving are not
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if cfg.lr == 0:  # measures the model and leaves it as it is
@@ -539,17 +563,20 @@ def train(cfg: Config) -> None:
     bookkeeping.check_flags(cfg)
     tokenizer = load_tokenizer(cfg.model)
     problems = training_problems(cfg, tokenizer)
+    reward = load_reward(cfg.reward)
     suite = evaluation.load_benchmarks(cfg.eval_benchmarks) if cfg.eval_every else {}
     run = Run(cfg)
     model, reference, optimizer = load_policies(cfg, run.checkpoint)
     for step in run.steps():
         # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
-        mini_batches = collect(model, tokenizer, problems, step, cfg)
+        mini_batches = collect(model, tokenizer, problems, step, cfg, reward, run.stop)
+        if not mini_batches:  # a stop was asked for: this step is left out
+            break
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
         if reference:
             for episode, ref_logp, *_ in token_statistics(reference, episodes, cfg):
                 episode.ref_logp = ref_logp
-        run.write(policy_entropy(episodes), bookkeeping.rollout_metrics(episodes, cfg))
+        run.write(entropy_metrics(episodes), bookkeeping.rollout_metrics(episodes, cfg))
         if run.is_due(cfg.dump_every):
             for mini_batch in mini_batches:
                 form_mask(mini_batch, cfg)
@@ -575,17 +602,18 @@ def train(cfg: Config) -> None:
                 run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg)})
         run.end_step(episodes)
         run.save_if_due(model, optimizer, tokenizer)
-    run.close()
+    run.close(model, optimizer, tokenizer)
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg = bookkeeping.parse_flags(Config, __doc__.split("\n")[0], argv)
-    logging.disable_progress_bar()
     distributed.start()
     try:
+        cfg = bookkeeping.parse_flags(Config, __doc__.split("\n")[0], argv)
+        if cfg.threads:
+            torch.set_num_threads(cfg.threads)
         train(cfg)
-    except (InputError, OSError) as error:  # wrong flags, a full disk
-        sys.exit(f"stapo.py: {error}")
+    except (InputError, RewardError, OSError) as error:  # wrong flags, a full disk
+        sys.exit(f"stapo.py: {error}" if rank() == 0 else 1)
     finally:
         distributed.finish()
 

@@ -87,9 +87,9 @@ def run(case: str, folder: Path) -> None:
             return super().step(*args)
 
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
-    real = stapo.sample, stapo.math_reward, torch.optim.AdamW, stapo.batch_loss
+    real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss
     stapo.sample, torch.optim.AdamW = sample, Recorder
-    stapo.math_reward = lambda text, gold: float(text)
+    stapo.load_reward = lambda spec: lambda text, problem: float(text)
     if case == "poisoned":
         poison = [distributed.rank() == distributed.world_size() - 1]
 
@@ -107,7 +107,7 @@ def run(case: str, folder: Path) -> None:
     try:
         stapo.train(stapo.Config(**vars(parser.parse_args(argv.split()))))
     finally:
-        stapo.sample, stapo.math_reward, torch.optim.AdamW, stapo.batch_loss = real
+        stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss = real
     if distributed.rank() == 0:
         lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
         torch.save({"gradients": gradients, "metrics": lines}, f"{output}.pt")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 from ranks import CASES
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import bookkeeping
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
@@ -146,16 +149,14 @@ print(whole, sum(p.to_local().numel() for p in model.parameters()))
 # ------------------------------------------------------------------------------ crash and resume
 
 
-def command(output: Path, *extra: str) -> list[str]:
-    flags = "@tests/tiny/args --steps 6 --batch_size 4 --mini_batch_size 2 --save_every 1 --output"
-    return [sys.executable, "stapo.py", *flags.split(), str(output), *extra]
-
-
 def start(output: Path, *extra: str) -> subprocess.Popen:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command(output, *extra), cwd=ROOT, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True
-    )
+    """A run of six steps; RANKS=2 in the environment puts it under torchrun."""
+    flags = "@tests/tiny/args --steps 6 --batch_size 4 --mini_batch_size 2 --save_every 1 --output"
+    ranks = os.environ.get("RANKS", "1")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > "1" else []
+    command = [sys.executable, *torchrun, "stapo.py", *flags.split(), str(output), *extra]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **streams)
 
 
 def lines(output: Path) -> list[dict]:
@@ -176,25 +177,34 @@ def uninterrupted(tmp_path_factory) -> Callable[[], list[dict]]:
     return wait
 
 
+def again(output: Path) -> subprocess.Popen:
+    """Resumes a run, or begins it anew where it was killed before its first checkpoint."""
+    if bookkeeping.checkpoints(output):
+        return start(output, "--resume")
+    shutil.rmtree(output, ignore_errors=True)
+    return start(output)
+
+
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
-    """SIGKILL at random moments (KILLS=20 for more of them): no step twice, missing or other."""
-    output = tmp_path / "run"
+    """SIGKILL and SIGTERM at random moments (KILLS=20: more): no step twice, missing or other."""
+    output, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     kills = int(os.environ.get("KILLS", 3))
     moments = torch.rand(kills, generator=torch.Generator().manual_seed(3))
-    for moment in moments.tolist():
-        process = start(output, "--resume", "True")
-        began = len(lines(output)) if (output / "metrics.jsonl").exists() else 0
+    for number, moment in enumerate(moments.tolist()):
+        process = again(output)
+        began = len(lines(output)) if log.exists() else 0
         deadline = time.time() + 60
         while process.poll() is None and time.time() < deadline:  # wait until it trains
-            log = output / "metrics.jsonl"
             if log.exists() and len(log.read_text().splitlines()) > min(began, 5):
                 break
             time.sleep(0.01)
         time.sleep(moment)
-        process.kill()
-        process.wait()
-    process = start(output, "--resume", "True")
-    assert process.wait(timeout=120) == 0, process.stderr.read()[-2000:]
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL if number % 2 == 0 else signal.SIGTERM)
+        process.communicate(timeout=60)
+    process = again(output)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error[-2000:]
     assert lines(output) == uninterrupted()
 
 
@@ -205,8 +215,10 @@ def test_stop_signal_saves_and_exits_cleanly(tmp_path, uninterrupted):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    process.communicate(timeout=60)
+    assert process.returncode == 0
     saved = sorted((output / "checkpoints").iterdir())
     assert len(saved) == 1 and saved[0].name == f"step_{len(lines(output)):06d}"
-    assert start(output, "--resume", "True").wait(timeout=120) == 0
-    assert lines(output) == uninterrupted()
+    process = start(output, "--resume")
+    process.communicate(timeout=120)
+    assert process.returncode == 0 and lines(output) == uninterrupted()

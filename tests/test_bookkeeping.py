@@ -1,0 +1,311 @@
+"""What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from test_distributed import ENVIRONMENT, lines
+
+import bookkeeping
+import distributed
+import stapo
+from bookkeeping import StopSignal
+from rollout import Episode, InputError, Response, check_head, load_problems, mix_seed
+
+FLAGS = """@tests/tiny/args --steps 2 --batch_size 4 --mini_batch_size 2 --group_size 4
+    --max_new_tokens 40 --save_every 0"""
+
+
+def run(output, extra: str = "") -> None:
+    os.chdir(ROOT)
+    stapo.main(f"{FLAGS} --output {output} {extra}".split())
+
+
+def rows(file) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def refused(capsys, argv: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        stapo.main(argv.split())
+    assert stop.value.code not in (0, None)
+    return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------- resuming
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps, saved at the end: tests read it or continue a copy of it."""
+    output = tmp_path_factory.mktemp("runs") / "finished"
+    run(output, "--method full-mask --seed 3")
+    return output
+
+
+def copied(finished, folder):
+    subprocess.run(["cp", "-r", str(finished), str(folder)], check=True)
+    return folder
+
+
+def test_output_alone_is_enough_to_resume(finished, tmp_path, capsys):
+    """Three steps in two parts, the second without a flag of the first, are three steps in one."""
+    output = copied(finished, tmp_path / "run")
+    stapo.main(f"--resume --output {output} --steps 3 --log_samples 2".split())
+    assert f"resuming {output} from step 2" in capsys.readouterr().out
+    config = json.loads((output / "config.json").read_text())
+    assert (config["method"], config["seed"], config["steps"]) == ("full-mask", 3, 3)
+    run(tmp_path / "whole", "--method full-mask --seed 3 --steps 3")
+    assert lines(output) == lines(tmp_path / "whole")
+    steps = [row["step"] for row in rows(output / "samples.jsonl")]
+    assert steps == [1] * 8 + [2] * 8 + [3] * 2
+    whole = rows(tmp_path / "whole" / "samples.jsonl")
+    assert rows(output / "samples.jsonl") == whole[:18]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--method stapo", "--seed 7", "--weight_decay 0.2", "--tau_p 0.1", "--max_new_tokens 41"],
+)
+def test_a_flag_that_differs_is_refused_by_name(finished, capsys, flags):
+    name, value = flags.split()
+    held = (finished / "config.json").read_bytes(), (finished / "metrics.jsonl").read_bytes()
+    message = refused(capsys, f"--resume --output {finished} {flags}")
+    assert f"{name} {value}" in message and str(finished) in message
+    assert held == tuple((finished / x).read_bytes() for x in ("config.json", "metrics.jsonl"))
+
+
+def test_an_arguments_file_may_repeat_the_flags(finished, tmp_path):
+    output = copied(finished, tmp_path / "run")
+    run(output, "--method full-mask --seed 3 --resume")
+    assert len(lines(output)) == 2
+
+
+def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_path, capsys):
+    assert "mistyped" in refused(capsys, f"--resume --output {tmp_path}/mistyped")
+    assert not (tmp_path / "mistyped").exists()
+    output = copied(finished, tmp_path / "run")
+    subprocess.run(["rm", "-r", str(output / "checkpoints")], check=True)
+    assert "no checkpoint" in refused(capsys, f"--resume --output {output}")
+    assert len(lines(output)) == 2
+    assert "--resume" in refused(capsys, f"{FLAGS} --output {output}")
+
+
+def test_steps_after_the_checkpoint_are_done_again(finished, tmp_path):
+    """Rows of a step that was not saved, and a row that a crash tore, are cut off."""
+    output = copied(finished, tmp_path / "run")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        row = rows(output / name)[-1] | {"step": 3}
+        with open(output / name, "a") as file:
+            file.write(json.dumps(row) + "\n" + json.dumps(row)[:20])
+    stapo.main(f"--resume --output {output} --steps 3".split())
+    assert [row["step"] for row in rows(output / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in rows(output / "samples.jsonl")] == [1] * 8 + [2] * 8 + [3] * 8
+
+
+def test_samples_are_what_the_model_said(finished):
+    answers = {p["problem"]: p["answer"] for p in load_problems(str(TINY / "train.jsonl"))}
+    for row in rows(finished / "samples.jsonl"):
+        assert row["gold"] == answers[row["problem"]] and abs(row["reward"]) == 1
+        assert row["advantage"] == 0 or (row["advantage"] > 0) == (row["reward"] > 0)
+    samples = rows(finished / "samples.jsonl")
+    assert len({row["problem"] for row in samples[:8]}) == 2  # two groups of four
+    assert any(f"\\boxed{{{row['gold']}}}" in row["response"] for row in samples)
+
+
+# --------------------------------------------------------------------------- saving and stopping
+
+
+@pytest.mark.parametrize("minutes, saved", [("1e-9", [2, 3]), ("60", [3])])
+def test_checkpoints_by_time(tmp_path, minutes, saved):
+    run(tmp_path / "run", f"--steps 3 --keep_last 2 --save_minutes {minutes}")
+    folders = bookkeeping.checkpoints(tmp_path / "run")
+    assert [bookkeeping.step_of(folder) for folder in folders] == saved
+
+
+def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypatch):
+    stop, now = StopSignal(), [100.0]
+    monkeypatch.setattr(bookkeeping.time, "time", lambda: now[0])
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    assert stop.asked
+    now[0] += 3
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_stop_ends_an_interruptible_function_and_nothing_else():
+    stop = StopSignal()
+    assert stop.interruptible(lambda x: x + 1)(1) == 2
+
+    def long() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal has to end the function")
+
+    assert stop.interruptible(long)() is None and stop.asked
+    os.kill(os.getpid(), signal.SIGTERM)  # outside of the function: no exception
+    assert stop.interruptible(long)() is None  # after the wish nothing is begun
+
+
+def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
+    """Sent to every process, as schedulers do: a rank gets a second one from torchrun."""
+    flags = "@tests/tiny/args --batch_size 8 --mini_batch_size 4 --save_every 0 --steps"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    output = tmp_path / "run"
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            [*command, "stapo.py", *flags.split(), "1000", "--output", str(output)],
+            **{"cwd": ROOT, "env": ENVIRONMENT, "stdout": log, "stderr": log},
+            start_new_session=True,
+        )
+        while not (output / "metrics.jsonl").exists() or not lines(output):
+            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
+    done = len(lines(output))
+    assert [p.name for p in bookkeeping.checkpoints(output)] == [f"step_{done:06d}"]
+    assert f"stopped after step {done}" in (tmp_path / "log").read_text()
+    stapo.main(["--resume", "--output", str(output), "--steps", str(done + 1)])
+    assert [row["step"] for row in lines(output)] == list(range(1, done + 2))
+
+
+# -------------------------------------------------------------------------------- own rewards
+
+
+REWARDS = """
+def length(response, row):
+    return len(response) / row["scale"]
+
+def words(response, row):
+    return "good"
+
+def missing(response, row):
+    return row["answer"]
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A reward file, and problems without answers but with a column of their own."""
+    (tmp_path / "own.py").write_text(REWARDS)
+    problems = [{"problem": f"Q: {i}+1=?", "scale": 10 * i} for i in range(1, 7)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    return tmp_path
+
+
+def test_a_reward_of_the_users_own_gets_the_row(own):
+    run(own / "run", f"--data {own}/problems.jsonl --reward {own}/own.py:length --log_samples 16")
+    samples = rows(own / "run" / "samples.jsonl")
+    for row in samples:
+        scale = 10 * int(row["problem"][3:-4])
+        assert row["reward"] == pytest.approx(len(row["response"]) / scale) and row["gold"] == ""
+    assert len({row["reward"] for row in samples}) > 4
+    line = rows(own / "run" / "metrics.jsonl")[0]
+    first = [row["reward"] for row in samples if row["step"] == 1]
+    assert line["reward"] == pytest.approx(sum(first) / 16)
+
+
+@pytest.mark.parametrize(
+    "spec, why",
+    [
+        ("own.py:words", "returned 'good', which is no finite number"),
+        ("own.py:missing", "KeyError('answer') at"),
+        ("own.py:gone", "has no function gone"),
+        ("gone.py:length", "gone.py is no Python file"),
+        ("own.py", "FILE.py:FUNCTION"),
+        ("broken.py:length", "cannot be imported: ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_one_clear_line(own, capsys, spec, why):
+    (own / "broken.py").write_text("1 / 0")
+    flags = f"{FLAGS} --output {own}/run --data {own}/problems.jsonl --reward {own}/{spec}"
+    message = refused(capsys, flags)
+    assert message.startswith(f"stapo.py: --reward {own}/{spec}") and why in message
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("how", ["scale", "bias", "soft cap"])
+def test_a_head_that_does_more_is_refused(random_model, how):
+    """Whatever its name in the config: the model's own logits are compared."""
+    model = random_model(spread=0.5)
+    check_head(model)
+    change = {
+        "scale": lambda logits: 0.5 * logits,
+        "bias": lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]),
+        "soft cap": lambda logits: 2 * torch.tanh(logits / 2),
+    }[how]
+    model.lm_head.register_forward_hook(lambda _module, _args, out: change(out))
+    with pytest.raises(InputError, match="output head"):
+        check_head(model)
+
+
+def test_a_model_without_layers_cannot_be_sharded():
+    model = torch.nn.Module()
+    model.base_model = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match="Linear has no `.layers`"):
+        distributed.shard(model)
+
+
+# ------------------------------------------------------------------------------- small things
+
+
+def test_seeds_of_a_long_run_are_distinct():
+    """Four times the paper's steps, 2,048 responses each on four ranks' names: no collision."""
+    seeds = {mix_seed(0, step, rank) for step in range(1, 12_001) for rank in range(64)}
+    assert len(seeds) == 12_000 * 64 and max(seeds) < 2**63
+    assert len({seed >> 31 for seed in seeds}) > 0.999 * len(seeds)  # the high bits vary too
+    assert mix_seed(0, 1) != mix_seed(1, 0) and mix_seed("a", 1) == mix_seed("a", 1)
+
+
+@pytest.mark.parametrize("platform, gigabytes", [("linux", 2.0), ("darwin", 2.0 / 1000)])
+def test_peak_memory_in_the_platforms_unit(monkeypatch, platform, gigabytes):
+    usage = type("Usage", (), {"ru_maxrss": 2_000_000})
+    monkeypatch.setattr(bookkeeping.resource, "getrusage", lambda who: usage)
+    monkeypatch.setattr(bookkeeping.sys, "platform", platform)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bookkeeping.peak_memory_gb() == pytest.approx(gigabytes)
+
+
+def test_threads_is_a_flag(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    run(tmp_path / "run", "--steps 1 --threads 3")
+    assert asked[-1] == 3
+
+
+def test_cases_are_described_on_64_ranks_too(tiny, tokenizer, monkeypatch, tmp_path):
+    """Fewer than one case a rank is still one."""
+    monkeypatch.setattr(bookkeeping, "world_size", lambda: 64)
+    ids = tokenizer("Q: 1+2=?\n").input_ids
+    e = Episode({"problem": "?"}, Response(ids, [5, 6, 7], False, ""), 1.0, 1.0)
+    e.logp, e.entropy, e.collision = torch.tensor([-9.0, -9.0, -0.1]), torch.ones(3), torch.ones(3)
+    e.old_logp, e.keep, e.tau_h = e.logp, torch.tensor([True, False, True]), 1.0
+    bookkeeping.dump_tokens(tmp_path / "d" / "x.json", 1, tiny, tokenizer, [e], stapo.Config())
+    dump = json.loads((tmp_path / "d" / "x.json").read_text())
+    assert sum("top" in token for token in dump["tokens"]) == 1
+    assert sorted(token["silenced"] for token in dump["tokens"]) == [False, False, True]
+
+
+def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
+    loaded, load = [], distributed.load_policy
+    monkeypatch.setattr(
+        distributed, "load_policy", lambda name: (loaded.append(name), load(name))[1]
+    )
+    run(tmp_path / "none", "--method grpo --beta 0 --steps 1")
+    assert len(loaded) == 1
+    run(tmp_path / "some", "--method grpo --beta 1e-9 --steps 1")
+    assert len(loaded) == 3
+    one, other = (rows(tmp_path / name / "metrics.jsonl")[0] for name in ("none", "some"))
+    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    assert math.isfinite(one["loss"])

@@ -1,0 +1,62 @@
+"""The sampling check: silent for the right sampler, loud for those that only look right."""
+
+import copy
+
+import pytest
+import torch
+from conftest import TINY
+
+import stapo
+from rollout import encode_prompt, load_problems, pad_batch, sample, sampling_gap, token_stats
+
+
+def checked(model, scorer, tokenizer, responses: int, seed: int = 0, **options):
+    """(gap, z) of responses that `model` samples and `scorer` scores."""
+    problems = load_problems(str(TINY / "train.jsonl"))[:responses]
+    prompts = [encode_prompt(tokenizer, problem["problem"], "") for problem in problems]
+    drawn = sample(model, tokenizer, prompts, max_new_tokens=60, seed=seed, **options)
+    with torch.no_grad():
+        ids, attention, mask = pad_batch(drawn)
+        logp, entropy, _ = token_stats(scorer, ids, attention, mask)
+    return tuple(map(float, sampling_gap(logp, entropy, mask)))
+
+
+def test_the_number_by_hand():
+    """Two tokens of p = 1/4 with H = 1, padding left out: d = ln 4 - 1 twice."""
+    logp, entropy = torch.tensor([[0.25, 0.25, 0.5]]).log(), torch.ones(1, 3)
+    gap, z = sampling_gap(logp, entropy, torch.tensor([[True, True, False]]))
+    assert float(gap) == pytest.approx(0.386294, abs=1e-6)
+    assert float(z) == pytest.approx(2**0.5, abs=1e-6)
+
+
+def test_twenty_seeds_of_the_right_sampler_are_silent(tiny_model, tokenizer):
+    found = [checked(tiny_model, tiny_model, tokenizer, 48, seed) for seed in range(20)]
+    zs = torch.tensor([z for _, z in found])
+    assert zs.abs().max() < 4 and 0.5 < zs.std() < 1.6 and abs(zs.mean()) < 0.8
+
+
+@pytest.mark.parametrize("wrong", ["top-p 0.99", "temperature 0.93", "stale weights"])
+def test_a_wrong_sampler_is_loud(tiny_model, tokenizer, wrong):
+    """Each on about 25,000 tokens; the warning's bounds are |z| > 6 and |gap| > 0.005."""
+    model, options = tiny_model, {}
+    if wrong == "top-p 0.99":
+        options["top_p"] = 0.99
+    elif wrong == "temperature 0.93":
+        options["temperature"] = 0.93
+    else:
+        model = copy.deepcopy(tiny_model)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            scale = 0.04 * float(parameter.detach().std(correction=0))
+            parameter.data += scale * torch.randn(parameter.shape, generator=generator)
+    gap, z = checked(model, tiny_model, tokenizer, 1000, **options)
+    assert abs(z) > 6 and abs(gap) > 0.005
+
+
+def test_a_run_warns_once(tmp_path, monkeypatch, capsys):
+    real = stapo.sample
+    monkeypatch.setattr(stapo, "sample", lambda *a, **k: real(*a, **k, temperature=0.5))
+    flags = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 2 --batch_size 16
+        --mini_batch_size 16 --max_new_tokens 60 --rollout_batch_size 128 --output {tmp_path}/run"""
+    stapo.main(flags.split())
+    assert capsys.readouterr().err.count("the sampler does not draw from the policy") == 1
