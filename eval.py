@@ -5,14 +5,13 @@
     torchrun --nproc-per-node 8 eval.py --model M --verifier opencompass/CompassVerifier-3B
 
 Read from top to bottom: flags and benchmarks, the journal that lets a long run survive, sampling
-and grading, the verifier's second opinion, scores, tables, main. --output receives samples.jsonl
+and grading, the verifier, scores, tables, main. --output receives samples.jsonl
 (every response with its verdict), scores.json and table.md; the same command continues there.
 """
 
 import itertools
 import json
 import math
-import random
 import re
 import sys
 from collections import Counter
@@ -154,6 +153,7 @@ def write_rows(path: Path, rows: Iterable[dict], mode: str) -> None:
 
 
 TAIL = 2000  # characters of a response that the verifier sees
+ROUND = 4  # batches between writes: freed slots take the next prompt, so longer rounds waste less
 
 
 class Journal:
@@ -193,31 +193,26 @@ class Journal:
         work: Callable[[list[Key]], list[dict]],
         label: str = "",
     ) -> None:
-        """Have `work` make the rows that are missing, in chunks of `size`, one a rank at a time.
+        """Have `work` make the missing rows, in rounds of ROUND x `size` rows on each rank.
 
-        work: the keys of a chunk -> what their rows hold beyond the key, in the same order.
-        What a chunk holds depends on the flags alone, and a chunk with a missing row is done
-        again whole: neither the number of ranks nor an interruption changes a row.
+        work: keys of one benchmark and decoding -> what their rows hold beyond the key, in the
+        same order. A row depends on its key and the flags alone, so that neither the number of
+        ranks nor an interruption changes it. A crash loses the round it happens in.
         """
-        groups = [list(group) for _, group in itertools.groupby(keys, lambda key: key[:2])]
-        chunks = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
-        chunks = [chunk for chunk in chunks if not self.rows.keys() >= set(chunk)]
-
-        def made() -> Iterator[list[dict]]:
-            for start in range(0, len(chunks), world_size()):
-                mine = chunks[start + rank()] if start + rank() < len(chunks) else []
-                rows = zip(mine, work(mine) if mine else [], strict=True)
-                yield from distributed.gather([key._asdict() | row for key, row in rows])
-
-        done = zip(chunks, made(), strict=False)
-        for name, group in itertools.groupby(done, lambda pair: pair[0][0][:2]):
-            total = sum(len(chunk) for chunk in chunks if chunk[0][:2] == name)
-            with tqdm(total=total, desc=label + " ".join(name), disable=rank() > 0) as bar:
-                for chunk, rows in group:
-                    self.append(rows)
+        missing = [key for key in keys if key not in self.rows]
+        step = ROUND * size * world_size()
+        for name in dict.fromkeys(key[:2] for key in missing):
+            group = [key for key in missing if key[:2] == name]
+            with tqdm(total=len(group), desc=label + " ".join(name), disable=rank() > 0) as bar:
+                for start in range(0, len(group), step):
+                    asked = group[start : start + step]
+                    mine = asked[rank() :: world_size()]
+                    rows = zip(mine, work(mine) if mine else [], strict=True)
+                    parts = distributed.gather([key._asdict() | row for key, row in rows])
+                    self.append(sorted(itertools.chain(*parts), key=row_key))
                     right = [row["correct"] for key, row in self.rows.items() if key[:2] == name]
                     bar.set_postfix(right=f"{fmean(right):.1%}", refresh=False)
-                    bar.update(len(chunk))
+                    bar.update(len(asked))
         self.tidy()
 
 
@@ -248,19 +243,19 @@ def sample_suite(
             held = f"--output {journal.path.parent}: holds samples of another {key.benchmark}"
             raise InputError(f"{held}; name another directory")
 
-    def work(chunk: list[Key]) -> list[dict]:
-        temperature, top_p = decodings[chunk[0].decoding]
-        asked = [problems[key.benchmark][key.problem] for key in chunk]
+    def work(asked: list[Key]) -> list[dict]:
+        temperature, top_p = decodings[asked[0].decoding]
+        posed = [problems[key.benchmark][key.problem] for key in asked]
         responses = rollout.sample(
             model,
             tokenizer,
-            [encode_prompt(tokenizer, problem["problem"], cfg.instruction) for problem in asked],
+            [encode_prompt(tokenizer, problem["problem"], cfg.instruction) for problem in posed],
             max_new_tokens=cfg.max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             batch_size=cfg.rollout_batch_size,
-            seed=random.Random(f"{cfg.seed} {tuple(chunk[0])}").getrandbits(60),
-            progress="batch" if rank() == 0 else None,
+            seeds=[rollout.mix_seed(cfg.seed, *key) for key in asked],
+            progress="responses" if rank() == 0 else None,
         )
         return [
             {
@@ -271,7 +266,7 @@ def sample_suite(
                 "truncated": response.truncated,
                 "response": response.text,
             }
-            for problem, response in zip(asked, responses, strict=True)
+            for problem, response in zip(posed, responses, strict=True)
         ]
 
     journal.complete(keys, cfg.rollout_batch_size, work)
@@ -284,10 +279,10 @@ def evaluate(model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any) -> dict
     cfg as in sample_suite. Called by every rank, which all get the scores; seeds torch.
     """
     decodings = {"training": DECODINGS["training"]}
-    return score(sample_suite(model, tokenizer, suite, decodings, Journal(), cfg))["training"]
+    return summarize(sample_suite(model, tokenizer, suite, decodings, Journal(), cfg))["training"]
 
 
-# ------------------------------------------------------------------------------ the second opinion
+# ------------------------------------------------------------------------------------- the verifier
 
 JUDGE = """You are given a mathematics problem, its reference answer and the end of a solution \
 that somebody wrote. Judge only whether the final answer of that solution says the same as the \
@@ -320,11 +315,11 @@ def parse_verdict(reply: str) -> str:
     """
     line = reply.strip().split("\n")[0]
     match = re.fullmatch(r"\W*(?:([ABC])\b)?\W*(CORRECT|INCORRECT|INVALID)?\W*", line)
-    said = {LETTERS.get(part, part) for part in match.groups() if part} if match else set()
-    return said.pop() if len(said) == 1 else "UNREADABLE"
+    verdicts = {LETTERS.get(part, part) for part in match.groups() if part} if match else set()
+    return verdicts.pop() if len(verdicts) == 1 else "UNREADABLE"
 
 
-def second_opinion(
+def verify(
     model: Model,
     tokenizer: Tokenizer,
     suite: Suite,
@@ -343,11 +338,11 @@ def second_opinion(
         text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
         return encode_prompt(tokenizer, text, "")
 
-    def work(chunk: list[Key]) -> list[dict]:
-        prompts, options = [prompt(key) for key in chunk], {"temperature": 0, "batch_size": size}
+    def work(asked: list[Key]) -> list[dict]:
+        prompts, options = [prompt(key) for key in asked], {"temperature": 0, "batch_size": size}
         replies = rollout.sample(model, tokenizer, prompts, max_new_tokens=16, **options)
-        said = [(parse_verdict(reply.text), reply.text) for reply in replies]
-        return [{"verdict": v, "correct": v == "CORRECT", "reply": reply} for v, reply in said]
+        verdicts = [(parse_verdict(reply.text), reply.text) for reply in replies]
+        return [{"verdict": v, "correct": v == "CORRECT", "reply": reply} for v, reply in verdicts]
 
     refused = [key for key, row in samples.items() if not row["correct"]]
     verdicts.complete(refused, size, work, "verifier, ")
@@ -378,14 +373,14 @@ def accuracy(rows: list[dict]) -> dict:
     }
 
 
-def score(
+def summarize(
     samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None
 ) -> dict[str, dict[str, dict]]:
     """{decoding: {benchmark: scores}}; lengths in tokens, fractions 0 to 1, the rest in percent."""
     scores: dict[str, dict[str, dict]] = {}
     for (name, decoding), keys in itertools.groupby(samples, lambda key: key[:2]):
         rows = [samples[key] for key in keys]
-        scores.setdefault(decoding, {})[name] = found = accuracy(rows) | {
+        scores.setdefault(decoding, {})[name] = summary = accuracy(rows) | {
             "problems": len({row["problem"] for row in rows}),
             "samples": len({row["sample"] for row in rows}),
             "response_length": fmean(row["length"] for row in rows),
@@ -394,8 +389,8 @@ def score(
         }
         if verdicts is not None:
             final = [row if row["correct"] else verdicts[row_key(row)] for row in rows]
-            said = Counter(row["verdict"] for row in final if "verdict" in row)
-            found["verified"] = accuracy(final) | {verdict: said[verdict] for verdict in VERDICTS}
+            counts = Counter(row["verdict"] for row in final if "verdict" in row)
+            summary["verified"] = accuracy(final) | {name: counts[name] for name in VERDICTS}
     return scores
 
 
@@ -408,31 +403,38 @@ def tables(model: str, suite: Suite, scores: dict[str, dict[str, dict]]) -> str:
     def bracket(values: list[str]) -> str:
         return values[0] + (f" ({', '.join(values[1:])})" if values[1:] else "")
 
-    def with_error(found: dict) -> str:
-        error = found["standard_error"]
-        return f"{found['mean']:.2f}" + ("" if error is None else f" ± {error:.2f}")
+    def with_error(summary: dict) -> str:
+        error = summary["standard_error"]
+        return f"{summary['mean']:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
-    every = [(b.title, name, found[b.key]) for name, found in scores.items() for b in suite]
+    every = [(b.title, name, summary[b.key]) for name, summary in scores.items() for b in suite]
     verified = "verified" in every[0][2]
     results = [["model", "decoding", "graded by", *(b.title for b in suite), "mean"]]
     for grader in ["rule", "rule, then verifier"][: 1 + verified]:
-        pick = (lambda found: found) if grader == "rule" else (lambda found: found["verified"])
-        means = [[pick(found[b.key])["mean"] for found in scores.values()] for b in suite]
+        pick = (
+            (lambda summary: summary) if grader == "rule" else (lambda summary: summary["verified"])
+        )
+        means = [[pick(summary[b.key])["mean"] for summary in scores.values()] for b in suite]
         means.append([fmean(column) for column in zip(*means, strict=True)])
         cells = [bracket([f"{mean:.2f}" for mean in row]) for row in means]
         results.append([model, bracket(list(scores)), grader, *cells])
 
-    ks = sorted({k for *_, found in every for k in found["pass_at_k"]})
+    ks = sorted({k for *_, summary in every for k in summary["pass_at_k"]})
     header = ["benchmark", "decoding", "problems x samples", "mean@N", *(f"pass@{k}" for k in ks)]
     extra = ["mean@N with verifier", "CORRECT (changed)", *VERDICTS[1:]] if verified else []
     details = [[*header, "tokens", "truncated", "no box", *extra]]
-    for title, decoding, found in every:
-        row = [title, decoding, f"{found['problems']} x {found['samples']}", with_error(found)]
-        row += [f"{found['pass_at_k'][k]:.2f}" if k in found["pass_at_k"] else "" for k in ks]
-        row += [f"{found['response_length']:.1f}", f"{found['truncated_fraction']:.1%}"]
-        row += [f"{found['no_box_fraction']:.1%}"]
+    for title, decoding, summary in every:
+        row = [
+            title,
+            decoding,
+            f"{summary['problems']} x {summary['samples']}",
+            with_error(summary),
+        ]
+        row += [f"{summary['pass_at_k'][k]:.2f}" if k in summary["pass_at_k"] else "" for k in ks]
+        row += [f"{summary['response_length']:.1f}", f"{summary['truncated_fraction']:.1%}"]
+        row += [f"{summary['no_box_fraction']:.1%}"]
         if verified:
-            again = found["verified"]
+            again = summary["verified"]
             row += [with_error(again), *(str(again[verdict]) for verdict in VERDICTS)]
         details.append(row)
     return f"{markdown(results)}\n{markdown(details)}"
@@ -453,7 +455,7 @@ def file_name(model: str) -> str:
 def open_output(cfg: Config) -> Path:
     """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
-    names = "model samples limit max_new_tokens rollout_batch_size seed instruction".split()
+    names = "model max_new_tokens seed instruction".split()
     flags, path = {name: getattr(cfg, name) for name in names}, folder / "settings.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -496,8 +498,8 @@ def run(cfg: Config) -> None:
         del model  # its memory is the verifier's
         verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
         judge = load(cfg.verifier)
-        second_opinion(*judge, suite, samples, verdicts, cfg.rollout_batch_size)
-    scores = score(samples, verdicts and verdicts.rows)
+        verify(*judge, suite, samples, verdicts, cfg.rollout_batch_size)
+    scores = summarize(samples, verdicts and verdicts.rows)
     if rank() == 0:
         text = tables(cfg.model, suite, scores)
         (folder / "table.md").write_text(text, encoding="utf-8")
