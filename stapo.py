@@ -86,9 +86,6 @@ class Config:
     seed: int = flag(0, "of the data order and the sampling")
     # memory and files
     rollout_batch_size: int = flag(256, "sequences decoded at a time, on each rank")
-    engine: Literal["generate", "paged"] = flag(
-        "generate", "transformers' generate or its continuous batching"
-    )
     tokens_per_micro_batch: int = flag(16384, "rows times longest row, on each rank")
     gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
     save_every: int = flag(50, "steps between checkpoints")
@@ -488,7 +485,6 @@ def collect(
             [problem["prompt_ids"] for problem in chosen],
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
-            engine=cfg.engine,
             seed=mix(cfg.seed, step, rank()),
             progress="rollout" if rank() == 0 else None,
         )
