@@ -179,7 +179,6 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     batch_size: int = 256,
-    engine: str = "generate",
     seed: int = 0,
     progress: str | None = None,
 ) -> list[Response]:
@@ -187,8 +186,7 @@ def sample(
 
     At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding. The
     result is a function of the arguments and the weights: torch's generator is seeded here.
-    `engine` is "generate" (a KV cache from which finished rows are dropped) or "paged"
-    (transformers' continuous batching). `progress` names a tqdm bar over responses.
+    `progress` names a tqdm bar over responses.
     """
     torch.manual_seed(seed)
     stops = stop_ids(model, tokenizer)
@@ -208,9 +206,8 @@ def sample(
     with bar, decoding(model, config):
         longest = max(map(len, prompts), default=0) + max_new_tokens
         batch_size = rows_that_fit(model, longest, batch_size)
-        run = generate_paged if engine == "paged" else generate
         for start in range(0, len(prompts), batch_size):
-            rows += run(model, prompts[start : start + batch_size], config, bar)
+            rows += generate(model, prompts[start : start + batch_size], config, bar)
     return [
         Response(prompt, ids, ids[-1] not in stops, to_text(tokenizer, ids, True))
         for prompt, ids in zip(prompts, rows, strict=True)
@@ -323,18 +320,6 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
     cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
     uniform = torch.rand_like(cumulative[:, :1])
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
-
-
-def generate_paged(
-    model: Model, prompts: list[list[int]], config: GenerationConfig, bar: tqdm
-) -> list[list[int]]:
-    """The same through continuous batching: a paged cache sized to the free memory, CUDA graphs."""
-    outputs = list(model.generate_batch(prompts, generation_config=config).values())
-    failed = [output.error for output in outputs if output.error is not None]
-    if failed or len(outputs) != len(prompts):
-        raise RuntimeError(f"continuous batching lost responses; --engine generate works: {failed}")
-    bar.update(len(prompts))
-    return [list(output.generated_tokens) for output in outputs]
 
 
 # ---------------------------------------------------------------------------------------- scoring

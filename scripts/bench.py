@@ -382,24 +382,22 @@ def rollouts(quick: bool) -> list[dict]:
         schedule(model, lengths, prompt_width=16)
     said, taken, table = {}, [], []
 
-    def ours(engine):
-        options = {"max_new_tokens": longest, "batch_size": rows, "engine": engine}
+    def ours():
+        options = {"max_new_tokens": longest, "batch_size": rows}
         said["ours"] = [len(r.ids) for r in sample(model, tokenizer, prompts, **options)]
 
     def twin():
         said["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest)]
 
-    for engine in ("generate", "paged") if large else ("generate",):
-        timed = functools.partial(seconds, functools.partial(ours, engine))
-        faster = in_turn(lambda t=timed: taken.append(t()), twin, 2 if quick or large else 5)
-        if not large and not said["ours"] == said["twin"] == lengths:
-            raise RuntimeError(f"the two rollouts did not do the same work: {said}, {lengths}")
-        what = f"rollout ({engine}), {rows} responses, median {median}, longest {longest}: speed-up"
-        table.append(row(what, faster, least=5 if large else 2.5))
-        if large:
-            share = roofline_seconds(model, rows, 16, longest) / min(taken)
-            table.append(row("rollout: share of the memory-bandwidth roofline", share, least=0.4))
-            taken.clear()
+    repeats = 2 if quick or large else 5
+    faster = in_turn(lambda: taken.append(seconds(ours)), twin, repeats)
+    if not large and not said["ours"] == said["twin"] == lengths:
+        raise RuntimeError(f"the two rollouts did not do the same work: {said}, {lengths}")
+    what = f"rollout, {rows} responses, median {median}, longest {longest}: speed-up"
+    table.append(row(what, faster, least=5 if large else 2.5))
+    if large:
+        share = roofline_seconds(model, rows, 16, longest) / min(taken)
+        table.append(row("rollout: share of the memory-bandwidth roofline", share, least=0.4))
     return table
 
 

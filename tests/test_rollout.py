@@ -1,13 +1,12 @@
 """Prompts, sampling and scoring: against float64, autograd, and the model's own softmax."""
 
-import functools
 import json
 import math
 
 import pytest
 import torch
 from conftest import BENCHMARKS, TINY
-from transformers import AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
 from rollout import Response, encode_prompt, head_stats, load_problems, sample, stop_ids
@@ -165,22 +164,14 @@ def chi_square(tokens, expected):
     return float((((observed - wanted) ** 2 / wanted).sum() - freedom) / math.sqrt(2 * freedom))
 
 
-def small_cache(model):
-    """Continuous batching takes all the memory that is free; a test needs a few blocks of it."""
-    small = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=512)
-    model.generate_batch = functools.partial(model.generate_batch, continuous_batching_config=small)
-    return model
-
-
-@pytest.mark.parametrize("engine", ["generate", "paged"])
-def test_rollouts_follow_the_full_softmax(random_model, tokenizer, engine):
+def test_rollouts_follow_the_full_softmax(random_model, tokenizer):
     """8,000 first and second tokens; the same draws behind a top-k of 50 are far outside."""
-    model = small_cache(random_model(spread=0.3))
+    model = random_model(spread=0.3)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3
     )
     own, prompt, n = model.generation_config, [5, 9, 11, 40], 8000
-    settings = {"max_new_tokens": 2, "batch_size": 4000, "engine": engine, "seed": 1}
+    settings = {"max_new_tokens": 2, "batch_size": 4000, "seed": 1}
     responses = sample(model, tokenizer, [prompt] * n, **settings)
     assert model.generation_config is own  # put back
     with torch.no_grad():
@@ -200,11 +191,10 @@ def test_rollouts_follow_the_full_softmax(random_model, tokenizer, engine):
     assert chi_square(leaked, n * p) > 20
 
 
-@pytest.mark.parametrize("engine", ["generate", "paged"])
-def test_temperature_and_top_p_shape_the_softmax(random_model, tokenizer, engine):
+def test_temperature_and_top_p_shape_the_softmax(random_model, tokenizer):
     """The nucleus by hand: the likeliest tokens until 0.9 of the sharpened softmax is reached."""
-    model, prompt, n = small_cache(random_model(spread=0.3)), [5, 9, 11, 40], 8000
-    settings = {"max_new_tokens": 1, "engine": engine, "temperature": 0.7, "top_p": 0.9}
+    model, prompt, n = random_model(spread=0.3), [5, 9, 11, 40], 8000
+    settings = {"max_new_tokens": 1, "temperature": 0.7, "top_p": 0.9}
     responses = sample(model, tokenizer, [prompt] * n, batch_size=4000, **settings)
     with torch.no_grad():
         p = (model(torch.tensor([prompt])).logits[0, -1].double() / 0.7).softmax(-1)
@@ -238,16 +228,13 @@ def test_a_leaking_processor_is_refused(random_model, tokenizer, monkeypatch):
         sample(random_model(), tokenizer, [[5]], max_new_tokens=2)
 
 
-@pytest.mark.parametrize(
-    "engine, every", [*(("generate", n) for n in (1, 2, 7, 16, 1000)), ("paged", 8)]
-)
-def test_engines_equal_one_plain_generate(tiny, tokenizer, monkeypatch, engine, every):
+@pytest.mark.parametrize("every", [1, 2, 7, 16, 1000])
+def test_sample_equals_one_plain_generate(tiny, tokenizer, monkeypatch, every):
     """Greedy, prompts of several lengths, rows that end at different times."""
     texts = [f"Q: {'+'.join(str(3 * j + i) for j in range(1 + i % 4))}-1=?" for i in range(9)]
     prompts = [encode_prompt(tokenizer, text, "") for text in texts]
-    settings = {"max_new_tokens": 29, "temperature": 0.0, "engine": engine}
+    settings = {"max_new_tokens": 29, "temperature": 0.0}
     monkeypatch.setattr(rollout, "DROP_EVERY", every)
-    small_cache(tiny)
     responses = sample(tiny, tokenizer, prompts, **settings)
     assert len({len(r.ids) for r in responses}) > 2 and any(r.truncated for r in responses)
     for prompt, r in zip(prompts, responses):
