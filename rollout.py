@@ -1,29 +1,34 @@
 """Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
 
 Read in the order of use: the model and its tokenizer, problems and prompts, sampling with Hugging
-Face `generate` and a KV cache, then scoring, which gives for every response token the three
-numbers that the paper is about: its log-probability, the entropy of the distribution it was drawn
-from, and that distribution's collision probability (Sec. 3.2).
+Face `generate` on a KV cache that is written in place, then scoring, which gives for every
+response token the three numbers that the paper is about: its log-probability, the entropy of the
+distribution it was drawn from, and that distribution's collision probability (Sec. 3.2).
 """
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache, DynamicLayer
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -190,7 +195,6 @@ def sample(
     """
     torch.manual_seed(seed)
     stops = stop_ids(model, tokenizer)
-    rows: list[list[int]] = []
     bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
     # Every field is named: those that a call leaves unset come from the model's generation_config
     # (Qwen3 ships top_k 20, top_p 0.95) or are transformers' own (top_k 50).
@@ -206,8 +210,8 @@ def sample(
     with bar, decoding(model, config):
         longest = max(map(len, prompts), default=0) + max_new_tokens
         batch_size = rows_that_fit(model, longest, batch_size)
-        for start in range(0, len(prompts), batch_size):
-            rows += generate(model, prompts[start : start + batch_size], config, bar)
+        run = generate_in_slots if has_full_attention(model) else generate_in_batches
+        rows = run(model, prompts, config, batch_size, bar) if prompts else []
     return [
         Response(prompt, ids, ids[-1] not in stops, to_text(tokenizer, ids, True))
         for prompt, ids in zip(prompts, rows, strict=True)
@@ -225,11 +229,14 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     if model.device.type != "cuda":
         return batch_size
     config, size = model.config.get_text_config(), next(model.parameters()).element_size()
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
-    per_row = per_token * length + 24 * config.vocab_size  # logits, softmax and their sums
-    idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free = torch.cuda.mem_get_info()[0] + idle
-    return max(1, min(batch_size, int(0.8 * free / per_row)))
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * size
+    # A cache that grows holds the old and the new tensor of one layer: another block covers it.
+    per_row = per_token * (length + CACHE_BLOCK)
+    per_row += 24 * config.vocab_size  # logits, softmax and their sums
+    torch.cuda.empty_cache()
+    return max(1, min(batch_size, int(0.8 * torch.cuda.mem_get_info()[0] / per_row)))
 
 
 @contextlib.contextmanager
@@ -251,75 +258,212 @@ def decoding(model: Model, config: GenerationConfig) -> Iterator[None]:
         model.train(training)
 
 
-DROP_EVERY = 8  # decoding steps: dropping a row copies the cache, keeping it costs a row
+def has_full_attention(model: Model) -> bool:
+    """Whether in every layer a token attends to all before it, placed by rotary positions."""
+    layers = DynamicCache(config=model.config).layers
+    full = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+    return full and hasattr(model.base_model, "rotary_emb")
 
 
-def generate(
-    model: Model, prompts: list[list[int]], config: GenerationConfig, bar: tqdm
+def generate_in_slots(
+    model: Model, prompts: list[list[int]], config: GenerationConfig, batch_size: int, bar: tqdm
 ) -> list[list[int]]:
-    """`generate` on left-padded prompts, with `decode` as its loop."""
-    width = max(map(len, prompts))
-    pad, device = config.pad_token_id, model.device
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)  # (B, P)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    options = {"generation_config": config, "custom_generate": decode, "bar": bar}
-    return model.generate(ids, attention_mask=mask, **options)
+    """`generate` with the loop below; where it checks its input, the longest prompt is that."""
+    longest = torch.tensor([max(prompts, key=len)], device=model.device)
+    options = {"attention_mask": torch.ones_like(longest), "generation_config": config}
+    options |= {"custom_generate": decoding_loop, "synced_gpus": False}
+    return model.generate(longest, **options, prompts=prompts, batch_size=batch_size, bar=bar)
+
+
+def generate_in_batches(
+    model: Model, prompts: list[list[int]], config: GenerationConfig, batch_size: int, bar: tqdm
+) -> list[list[int]]:
+    """Plain `generate` on left-padded prompts; every batch waits for its longest response."""
+    print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
+    pad, stops, responses = config.pad_token_id, set(config.eos_token_id), []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        width = max(map(len, batch))
+        rows = [[pad] * (width - len(p)) + p for p in batch]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in batch]
+        ids, mask = torch.tensor([rows, mask], device=model.device)  # (B, P) each
+        options = {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
+        out = model.generate(ids, **options)
+        responses += [until_stop(row, stops) for row in out[:, width:].tolist()]
+        bar.update(len(batch))
+    return responses
+
+
+@functools.cache
+def print_once(line: str) -> None:
+    tqdm.write(line)
+
+
+def until_stop(ids: list[int], stops: set[int]) -> list[int]:
+    """ids up to their first stop id, which is kept; what follows it was not asked for."""
+    return ids[: next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
+
+
+# The decoding loop works on slots, the rows of a cache. A slot whose response has ended takes the
+# next prompt: a step costs a GPU's host as much for 3 rows as for 64, so no slot should be idle.
+
+CHECK_EVERY = 8  # decoding steps: reading the tokens waits for the GPU
+PREFILL_TOKENS = 16384  # in a forward over prompts
+CACHE_BLOCK = 256  # tokens by which the cache grows
+
+
+class SlotCache(Cache):
+    """Keys and values (slots, heads, capacity, width) of each layer, written in place.
+
+    Every slot counts its positions from 0. Behind its last position is what an earlier response or
+    the padding of a prompt has left; the mask of a decoding step hides it.
+    """
+
+    def __init__(self, slots: int, longest: int) -> None:
+        super().__init__(layers=[])  # reports itself empty: a prefill without a mask is causal
+        self.slots, self.longest, self.capacity = slots, rounded_up(longest, 8), 0
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def reserve(self, length: int) -> None:
+        """Room for `length` tokens in every slot, filled with 0: NaN would get past a mask."""
+        if length > self.capacity:
+            self.capacity = min(rounded_up(length, CACHE_BLOCK), self.longest)
+            for states in (self.keys, self.values):
+                for i, old in enumerate(states):
+                    states[i] = functional.pad(old, (0, 0, 0, self.capacity - old.shape[2]))
+
+    def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
+        """The next forward writes to slots (B, 1) at positions (B, T).
+
+        It attends to the first `visible` positions of slots 0 to B - 1; 0: to its own tokens.
+        """
+        self.place, self.visible = (slots, slice(None), positions), visible
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's new keys and values (B, heads, T, width) -> those that it attends to."""
+        found = []
+        for states, new in ((self.keys, key), (self.values, value)):
+            if layer_idx == len(states):  # the first forward
+                states.append(new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3]))
+            states[layer_idx][self.place] = new.transpose(1, 2)
+            found.append(states[layer_idx][: len(new), :, : self.visible] if self.visible else new)
+        return found[0], found[1]
+
+    def close_gaps(self, slots: list[int | None]) -> None:
+        """Move the last rows into free slots (None), so that the rows in use come first."""
+        while None in slots:
+            row = slots.pop()
+            if row is not None:
+                gap = slots.index(None)
+                slots[gap] = row
+                for states in (*self.keys, *self.values):
+                    states[gap] = states[len(slots)]
+
+
+def rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 @torch.inference_mode()
-def decode(
+def decoding_loop(
     model: Model,
-    tokens: torch.Tensor,
+    _longest_prompt: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    prompts: list[list[int]],
+    batch_size: int,
     bar: tqdm,
     **inputs: Any,
 ) -> list[list[int]]:
-    """The decoding loop: token by token on a KV cache, with finished rows dropped from it.
+    """What `generate` runs: every prompt through one of `batch_size` slots -> the response ids."""
+    stops, max_new_tokens = set(generation_config.eos_token_id), generation_config.max_new_tokens
+    texts = [list(prompt) for prompt in prompts]  # ids of prompt and response
+    queue = deque(range(len(prompts)))
+    slots: list[int | None] = [None] * min(batch_size, len(prompts))  # which prompt; None: free
+    cache = SlotCache(len(slots), max(map(len, prompts)) + max_new_tokens)
+    forward = functools.partial(model, **inputs | {"past_key_values": cache})
 
-    tokens (B, P) long: the prompts; inputs: the attention mask, positions and empty cache that
-    generate has prepared. Returns the response ids of each prompt, stop id included.
-    """
-    rows, longest = len(tokens), generation_config.max_new_tokens
-    mask, positions = inputs.pop("attention_mask"), inputs.pop("position_ids")
-    stops = torch.tensor(generation_config.eos_token_id, device=tokens.device)
-    said = tokens.new_zeros(rows, longest)
-    # The length is where the sampler stopped, never where padding begins: pad may be a stop id
-    # itself, or an id that the model can sample.
-    length = tokens.new_full((rows,), longest)
-    alive = torch.arange(rows, device=tokens.device)  # (R,) the rows that are still computed
-    for count in range(1, longest + 1):  # count: tokens of every row, this step's included
-        out = model(input_ids=tokens, attention_mask=mask, position_ids=positions, **inputs)
-        scores = logits_processor(tokens, out.logits[:, -1].float())  # (R, V)
-        drawn = draw(scores) if generation_config.do_sample else scores.argmax(-1)
-        said[alive, count - 1] = drawn
-        stopped = torch.where(torch.isin(drawn, stops), count, longest)
-        length[alive] = length[alive].minimum(stopped)
-        tokens, positions = drawn[:, None], positions[:, -1:] + 1
-        if mask is not None:  # None: no prompt is padded
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        if count % DROP_EVERY == 0 or count == longest:
-            kept = (length[alive] > count).nonzero().squeeze(1)
-            bar.update(len(alive) - len(kept))
-            if not len(kept):
-                break
-            if len(kept) < len(alive):
-                alive, tokens, positions = alive[kept], tokens[kept], positions[kept]
-                mask = None if mask is None else mask[kept]
-                inputs["past_key_values"].batch_select_indices(kept)
-    return [ids[:count] for ids, count in zip(said.tolist(), length.tolist(), strict=True)]
+    def choose(token: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return next_token(logits_processor(token, logits), generation_config.do_sample)
+
+    while queue or any(i is not None for i in slots):
+        # 1. Free slots take the next prompts; once there is none, the last rows move into them.
+        fresh = [slot for slot, i in enumerate(slots) if i is None][: len(queue)]
+        for slot in fresh:
+            slots[slot] = queue.popleft()
+        cache.close_gaps(slots)
+        # 2. The fresh prompts are read; then every slot gets a few tokens.
+        left = [len(prompts[i]) + max_new_tokens - len(texts[i]) for i in slots]
+        steps = min(CHECK_EVERY, *left)
+        cache.reserve(max(len(texts[i]) for i in slots) + steps)
+        prefill(forward, cache, {slot: prompts[slots[slot]] for slot in fresh})
+        tokens = decode(forward, cache, [texts[i] for i in slots], steps, choose)
+        # 3. Slots whose response has ended are free.
+        for slot, (i, new) in enumerate(zip(slots, tokens.tolist(), strict=True)):
+            texts[i] += until_stop(new, stops)
+            if texts[i][-1] in stops or left[slot] == steps:
+                slots[slot] = None
+                bar.update()
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def draw(scores: torch.Tensor) -> torch.Tensor:
-    """One sample of each row of unnormalised log-probabilities (R, V) -> (R,) long.
+def prefill(forward: Callable, cache: SlotCache, prompts: dict[int, list[int]]) -> None:
+    """Cache {slot: prompt} but for the last token of each, which is the first to be decoded."""
+    device = forward.func.device
+    waiting = [(slot, prompt[:-1]) for slot, prompt in prompts.items()]
+    size = max(1, PREFILL_TOKENS // max(map(len, prompts.values()), default=1))
+    for start in range(0, len(waiting), size):
+        slots, batch = zip(*waiting[start : start + size])
+        width = max(map(len, batch))
+        if width > 0:
+            # Causal, so that padding on the right needs no mask.
+            ids = [ids + [0] * (width - len(ids)) for ids in batch]
+            positions = torch.arange(width, device=device).expand(len(batch), -1)
+            cache.write_to(torch.tensor(slots, device=device)[:, None], positions, visible=0)
+            ids = torch.tensor(ids, device=device)  # (B, width)
+            forward(input_ids=ids, attention_mask=None, position_ids=positions)
+
+
+def decode(
+    forward: Callable, cache: SlotCache, texts: list[list[int]], steps: int, choose: Callable
+) -> torch.Tensor:
+    """`steps` tokens for each text, whose slot is its place: (R, steps) long, not waited for."""
+    device, dtype = forward.func.device, forward.func.dtype
+    lengths, tokens = [len(text) for text in texts], []
+    token = torch.tensor([[text[-1]] for text in texts], device=device)  # (R, 1)
+    position = torch.tensor(lengths, device=device)[:, None] - 1  # (R, 1)
+    slots = torch.arange(len(texts), device=device)[:, None]
+    for step in range(steps):
+        # Up to the longest row; attention kernels want a multiple of 8.
+        visible = rounded_up(max(lengths) + step, 8)
+        hidden = torch.arange(visible, device=device) > position  # (R, visible)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
+        cache.write_to(slots, position, visible)
+        out = forward(input_ids=token, attention_mask=mask, position_ids=position)
+        token = choose(token, out.logits[:, -1].float())[:, None]
+        position = position + 1
+        tokens.append(token)
+    return torch.cat(tokens, 1)
+
+
+def next_token(scores: torch.Tensor, do_sample: bool = True) -> torch.Tensor:
+    """Unnormalised log-probabilities (R, V) -> a sample of each row, or its largest: (R,) long.
 
     Inverts the cumulative distribution, in float64: a rare token's share is not rounded away,
     and one uniform number a row is cheaper than the one a word that torch.multinomial draws.
     """
+    if not do_sample:
+        return scores.argmax(-1)
     cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
-    uniform = torch.rand_like(cumulative[:, :1])
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
+    uniform = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, uniform, right=True).squeeze(1)
+    # NaN finds the id V. With one that exists, training's own checks report what is not finite.
+    return token.clamp(max=scores.shape[1] - 1)
 
 
 # ---------------------------------------------------------------------------------------- scoring

@@ -317,27 +317,28 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
-def schedule(model, lengths: list[int], prompt_width: int) -> None:
+def schedule(model, lengths: list[int], prompt_width: int, *, by_prompt: bool = False) -> None:
     """Make row i of a batch of prompts end after lengths[i] tokens, whoever calls `generate`.
 
     The words fall into as many classes as there are rows, and row i may sample those of class i
     alone: a later call knows the row by the class of its last token, wherever in the batch it has
-    moved, and the position from the cache. The words themselves are sampled from the model. What
-    this adds to a step is the same for everyone; a forward without a cache (scoring) is untouched.
+    moved. With by_prompt, the last word of a prompt names its class already, so that prompts may
+    start at any time. The words themselves are sampled from the model. What this adds to a step is
+    the same for everyone; a forward without a cache (scoring) is untouched.
     """
     word_class = torch.arange(model.config.vocab_size, device=DEVICE) % len(lengths)
     word_class[[EOS, PAD]] = -1
     ends = torch.tensor(lengths, device=DEVICE)
 
     def hook(_module, _args, kwargs, output):
-        cache = kwargs.get("past_key_values")
-        if cache is None:
+        if kwargs.get("past_key_values") is None:
             return
-        said = cache.get_seq_length() - prompt_width
-        rows = torch.arange(len(output.logits), device=DEVICE)
-        rows = word_class[kwargs["input_ids"][:, -1]] if said else rows
+        sampled = kwargs["position_ids"][:, -1] + 1 - prompt_width  # (B,) tokens of the response
+        rows = word_class[kwargs["input_ids"][:, -1]]
+        if not by_prompt:
+            rows = torch.where(sampled > 0, rows, torch.arange(len(rows), device=DEVICE))
         allowed = word_class == rows[:, None]  # (B, V)
-        over = said + 1 >= ends[rows]
+        over = sampled + 1 >= ends[rows]
         allowed[over] = False
         allowed[over, EOS] = True
         output.logits[:, -1].masked_fill_(~allowed, float("-inf"))
