@@ -494,7 +494,7 @@ def token_stats(
     attention_mask: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability, entropy and collision probability of every response token.
 
@@ -522,31 +522,35 @@ def token_stats(
     return logp, entropy, collision
 
 
+# Tokens whose logits exist at a time, and of these the rows whose softmax does. Larger ones launch
+# fewer kernels, which is what counts on a GPU; smaller ones stay in a CPU's caches.
+HEAD_ROWS = {"cpu": (256, 32), "cuda": (384, 128)}
+
+
 def head_stats(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int = 256
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output head, in chunks of tokens: (N, V) logits never exist at once.
 
     hidden (N, H), weight (V, H), targets (N,) long -> logp, entropy (nats), collision: (N,)
-    float32. The gradient flows through logp only, to hidden and weight.
+    float32. The gradient flows through logp only, to hidden and weight. chunk: tokens at a time,
+    by default what suits the device (HEAD_ROWS).
     """
-    return HeadStats.apply(hidden, weight, targets, chunk)
-
-
-BLOCK = 32  # rows
+    default, block = HEAD_ROWS.get(hidden.device.type, HEAD_ROWS["cpu"])
+    return HeadStats.apply(hidden, weight, targets, chunk or default, block)
 
 
 class HeadStats(torch.autograd.Function):
     """Softmax statistics with a backward that recomputes each chunk of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk):
+    def forward(ctx, hidden, weight, targets, chunk, block_rows):
         stats = hidden.new_empty(4, len(targets), dtype=torch.float32)
         for i in range(0, len(targets), chunk):
             logits = product(hidden[i : i + chunk], weight)  # (C, V) float32
             # few rows at a time, so that pi is a small second buffer beside the logits
-            for j, block in enumerate(logits.split(BLOCK)):
-                rows = slice(i + j * BLOCK, i + j * BLOCK + len(block))
+            for j, block in enumerate(logits.split(block_rows)):
+                rows = slice(i + j * block_rows, i + j * block_rows + len(block))
                 stats[3, rows] = block.logsumexp(-1)
                 block -= stats[3, rows, None]  # ln pi
                 stats[0, rows] = block.gather(1, targets[rows, None]).squeeze(1)
@@ -576,7 +580,7 @@ class HeadStats(torch.autograd.Function):
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])
             del grad
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import math
 import os
 import platform
@@ -592,7 +591,7 @@ def bytes_per_gpu(
     every = layer * layers + root
     shard = sum(math.ceil(s[0] / gpus) * math.prod(s[1:]) for s in every)
     layer_size, root_size = (sum(map(math.prod, group)) for group in (layer, root))
-    chunk = inspect.signature(head_stats).parameters["chunk"].default
+    chunk, _ = rollout.HEAD_ROWS["cuda"]
     held = {
         "weights": 4 * shard,
         "gradients": 4 * shard,
