@@ -24,6 +24,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedConfig,
     StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
@@ -225,18 +226,23 @@ def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) ->
 
 
 def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
-    """batch_size, or on CUDA what fits: the KV cache of rows of `length` tokens in free memory."""
+    """batch_size, or on CUDA what fits: rows of `length` tokens in four fifths of free memory."""
     if model.device.type != "cuda":
         return batch_size
-    config, size = model.config.get_text_config(), next(model.parameters()).element_size()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    per_row = bytes_per_row(model.config.get_text_config(), length, model.dtype.itemsize)
+    return max(1, min(batch_size, int(0.8 * free / per_row)))
+
+
+def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int) -> int:
+    """What a slot takes on a GPU: keys and values of `length` tokens, and its next token's."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * size
-    # A cache that grows holds the old and the new tensor of one layer: another block covers it.
-    per_row = per_token * (length + CACHE_BLOCK)
-    per_row += 24 * config.vocab_size  # logits, softmax and their sums
-    torch.cuda.empty_cache()
-    return max(1, min(batch_size, int(0.8 * torch.cuda.mem_get_info()[0] / per_row)))
+    per_token = 2 * config.num_hidden_layers * heads * width * itemsize
+    # While the cache grows, a layer's old and new tensor exist: another block covers that. Then
+    # logits, softmax and their sums.
+    return per_token * (length + CACHE_BLOCK) + 24 * config.vocab_size
 
 
 @contextlib.contextmanager
