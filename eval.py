@@ -254,7 +254,7 @@ def sample_suite(
             temperature=temperature,
             top_p=top_p,
             batch_size=cfg.rollout_batch_size,
-            seeds=[rollout.mix_seed(cfg.seed, *key) for key in asked],
+            seed=[rollout.mix_seed(cfg.seed, *key) for key in asked],
             progress="responses" if rank() == 0 else None,
         )
         return [

@@ -1,32 +1,38 @@
 """Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
 
 Read in the order of use: the model and its tokenizer, problems and prompts, sampling with Hugging
-Face `generate` and a KV cache, then scoring, which gives for every response token the three
-numbers that the paper is about: its log-probability, the entropy of the distribution it was drawn
-from, and that distribution's collision probability (Sec. 3.2).
+Face `generate` on a KV cache that is written in place, then scoring, which gives for every
+response token the three numbers that the paper is about: its log-probability, the entropy of the
+distribution it was drawn from, and that distribution's collision probability (Sec. 3.2).
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedConfig,
     StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cache_utils import Cache, DynamicLayer
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -234,20 +240,19 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     batch_size: int = 256,
-    engine: str = "generate",
-    seed: int = 0,
+    seed: int | list[int] = 0,
     progress: str | None = None,
 ) -> list[Response]:
     """Sample one response for each prompt (repeat a prompt G times for a group of G).
 
-    At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding. The
-    result is a function of the arguments and the weights: torch's generator is seeded here.
-    `engine` is "generate" (a KV cache from which finished rows are dropped) or "paged"
-    (transformers' continuous batching). `progress` names a tqdm bar over responses.
+    At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding.
+    `seed` is one for each response, or one from which these are made. A response depends on its
+    own prompt and seed and on the weights: what else is decoded beside it changes its rounding
+    alone. `progress` names a tqdm bar over responses.
     """
-    torch.manual_seed(seed)
+    if isinstance(seed, int):
+        seed = [mix_seed(seed, i) for i in range(len(prompts))]
     stops = stop_ids(model, tokenizer)
-    rows: list[list[int]] = []
     bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
     # Every field is named: those that a call leaves unset come from the model's generation_config
     # (Qwen3 ships top_k 20, top_p 0.95) or are transformers' own (top_k 50).
@@ -263,9 +268,8 @@ def sample(
     with bar, decoding(model, config):
         longest = max(map(len, prompts), default=0) + max_new_tokens
         batch_size = rows_that_fit(model, longest, batch_size)
-        run = generate_paged if engine == "paged" else generate
-        for start in range(0, len(prompts), batch_size):
-            rows += run(model, prompts[start : start + batch_size], config, bar)
+        run = generate_in_slots if has_full_attention(model) else generate_in_batches
+        rows = run(model, prompts, seed, config, batch_size, bar) if prompts else []
     return [
         Response(prompt, ids, ids[-1] not in stops, to_text(tokenizer, ids, True))
         for prompt, ids in zip(prompts, rows, strict=True)
@@ -279,15 +283,23 @@ def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) ->
 
 
 def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
-    """batch_size, or on CUDA what fits: the KV cache of rows of `length` tokens in free memory."""
+    """batch_size, or on CUDA what fits: rows of `length` tokens in four fifths of free memory."""
     if model.device.type != "cuda":
         return batch_size
-    config, size = model.config.get_text_config(), next(model.parameters()).element_size()
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
-    per_row = per_token * length + 24 * config.vocab_size  # logits, softmax and their sums
-    idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free = torch.cuda.mem_get_info()[0] + idle
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    per_row = bytes_per_row(model.config.get_text_config(), length, model.dtype.itemsize)
     return max(1, min(batch_size, int(0.8 * free / per_row)))
+
+
+def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int) -> int:
+    """What a slot takes on a GPU: keys and values of `length` tokens, and its next token's."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * itemsize
+    # While the cache grows, a layer's old and new tensor exist: another block covers that. Then
+    # logits, softmax and their sums.
+    return per_token * (length + CACHE_BLOCK) + 24 * config.vocab_size
 
 
 @contextlib.contextmanager
@@ -309,87 +321,249 @@ def decoding(model: Model, config: GenerationConfig) -> Iterator[None]:
         model.train(training)
 
 
-DROP_EVERY = 8  # decoding steps: dropping a row copies the cache, keeping it costs a row
+def has_full_attention(model: Model) -> bool:
+    """Whether in every layer a token attends to all before it, placed by rotary positions."""
+    layers = DynamicCache(config=model.config).layers
+    full = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+    return full and hasattr(model.base_model, "rotary_emb")
 
 
-def generate(
-    model: Model, prompts: list[list[int]], config: GenerationConfig, bar: tqdm
+def generate_in_slots(
+    model: Model,
+    prompts: list[list[int]],
+    seeds: list[int],
+    config: GenerationConfig,
+    batch_size: int,
+    bar: tqdm,
 ) -> list[list[int]]:
-    """`generate` on left-padded prompts, with `decode` as its loop."""
-    width = max(map(len, prompts))
-    pad, device = config.pad_token_id, model.device
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)  # (B, P)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    options = {"generation_config": config, "custom_generate": decode, "bar": bar}
-    return model.generate(ids, attention_mask=mask, **options)
+    """`generate` with the loop below; where it checks its input, the longest prompt is that."""
+    longest = torch.tensor([max(prompts, key=len)], device=model.device)
+    options = {"attention_mask": torch.ones_like(longest), "generation_config": config}
+    options |= {"custom_generate": decoding_loop, "synced_gpus": False}
+    options |= {"prompts": prompts, "seeds": seeds, "batch_size": batch_size, "bar": bar}
+    return model.generate(longest, **options)
+
+
+def generate_in_batches(
+    model: Model,
+    prompts: list[list[int]],
+    seeds: list[int],
+    config: GenerationConfig,
+    batch_size: int,
+    bar: tqdm,
+) -> list[list[int]]:
+    """Plain `generate` on left-padded prompts; every batch waits for its longest response.
+
+    It draws from torch's generator, so that a batch has one seed, that of its first response.
+    """
+    print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
+    pad, stops, responses = config.pad_token_id, set(config.eos_token_id), []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        torch.manual_seed(seeds[start])
+        width = max(map(len, batch))
+        rows = [[pad] * (width - len(p)) + p for p in batch]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in batch]
+        ids, mask = torch.tensor([rows, mask], device=model.device)  # (B, P) each
+        options = {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
+        out = model.generate(ids, **options)
+        responses += [until_stop(row, stops) for row in out[:, width:].tolist()]
+        bar.update(len(batch))
+    return responses
+
+
+@functools.cache
+def print_once(line: str) -> None:
+    tqdm.write(line)
+
+
+def until_stop(ids: list[int], stops: set[int]) -> list[int]:
+    """ids up to their first stop id, which is kept; what follows it was not asked for."""
+    return ids[: next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
+
+
+# The decoding loop works on slots, the rows of a cache. A slot whose response has ended takes the
+# next prompt: a step costs a GPU's host as much for 3 rows as for 64, so no slot should be idle.
+
+CHECK_EVERY = 8  # decoding steps: reading the tokens waits for the GPU
+PREFILL_TOKENS = 16384  # in a forward over prompts
+CACHE_BLOCK = 256  # tokens by which the cache grows
+
+
+class SlotCache(Cache):
+    """Keys and values (slots, heads, capacity, width) of each layer, written in place.
+
+    Every slot counts its positions from 0. Behind its last position is what an earlier response or
+    the padding of a prompt has left; the mask of a decoding step hides it.
+    """
+
+    def __init__(self, slots: int, longest: int) -> None:
+        super().__init__(layers=[])  # reports itself empty: a prefill without a mask is causal
+        self.slots, self.longest, self.capacity = slots, rounded_up(longest, 8), 0
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def reserve(self, length: int) -> None:
+        """Room for `length` tokens in every slot, filled with 0: NaN would get past a mask."""
+        if length > self.capacity:
+            self.capacity = min(rounded_up(length, CACHE_BLOCK), self.longest)
+            for states in (self.keys, self.values):
+                for i, old in enumerate(states):
+                    states[i] = functional.pad(old, (0, 0, 0, self.capacity - old.shape[2]))
+
+    def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
+        """The next forward writes to slots (B, 1) at positions (B, T).
+
+        It attends to the first `visible` positions of slots 0 to B - 1; 0: to its own tokens.
+        """
+        self.place, self.visible = (slots, slice(None), positions), visible
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's new keys and values (B, heads, T, width) -> those that it attends to."""
+        found = []
+        for states, new in ((self.keys, key), (self.values, value)):
+            if layer_idx == len(states):  # the first forward
+                states.append(new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3]))
+            states[layer_idx][self.place] = new.transpose(1, 2)
+            found.append(states[layer_idx][: len(new), :, : self.visible] if self.visible else new)
+        return found[0], found[1]
+
+    def close_gaps(self, slots: list[int | None]) -> None:
+        """Move the last rows into free slots (None), so that the rows in use come first."""
+        while None in slots:
+            row = slots.pop()
+            if row is not None:
+                gap = slots.index(None)
+                slots[gap] = row
+                for states in (*self.keys, *self.values):
+                    states[gap] = states[len(slots)]
+
+
+def rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 @torch.inference_mode()
-def decode(
+def decoding_loop(
     model: Model,
-    tokens: torch.Tensor,
+    _longest_prompt: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    prompts: list[list[int]],
+    seeds: list[int],
+    batch_size: int,
     bar: tqdm,
     **inputs: Any,
 ) -> list[list[int]]:
-    """The decoding loop: token by token on a KV cache, with finished rows dropped from it.
+    """What `generate` runs: every prompt through one of `batch_size` slots -> the response ids."""
+    stops, max_new_tokens = set(generation_config.eos_token_id), generation_config.max_new_tokens
+    texts = [list(prompt) for prompt in prompts]  # ids of prompt and response
+    queue = deque(range(len(prompts)))
+    slots: list[int | None] = [None] * min(batch_size, len(prompts))  # which prompt; None: free
+    cache = SlotCache(len(slots), max(map(len, prompts)) + max_new_tokens)
+    forward = functools.partial(model, **inputs | {"past_key_values": cache})
 
-    tokens (B, P) long: the prompts; inputs: the attention mask, positions and empty cache that
-    generate has prepared. Returns the response ids of each prompt, stop id included.
+    def choose(token: torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        numbers = numbers if generation_config.do_sample else None
+        return next_token(logits_processor(token, logits), numbers)
+
+    while queue or any(i is not None for i in slots):
+        # 1. Free slots take the next prompts; once there is none, the last rows move into them.
+        fresh = [slot for slot, i in enumerate(slots) if i is None][: len(queue)]
+        for slot in fresh:
+            slots[slot] = queue.popleft()
+        cache.close_gaps(slots)
+        # 2. The fresh prompts are read; then every slot gets a few tokens.
+        left = [len(prompts[i]) + max_new_tokens - len(texts[i]) for i in slots]
+        steps = min(CHECK_EVERY, *left)
+        cache.reserve(max(len(texts[i]) for i in slots) + steps)
+        prefill(forward, cache, {slot: prompts[slots[slot]] for slot in fresh})
+        rows = [texts[i] for i in slots], [seeds[i] for i in slots]
+        tokens = decode(forward, cache, *rows, steps, choose)
+        # 3. Slots whose response has ended are free.
+        for slot, (i, new) in enumerate(zip(slots, tokens.tolist(), strict=True)):
+            texts[i] += until_stop(new, stops)
+            if texts[i][-1] in stops or left[slot] == steps:
+                slots[slot] = None
+                bar.update()
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def prefill(forward: Callable, cache: SlotCache, prompts: dict[int, list[int]]) -> None:
+    """Cache {slot: prompt} but for the last token of each, which is the first to be decoded."""
+    device = forward.func.device
+    waiting = [(slot, prompt[:-1]) for slot, prompt in prompts.items()]
+    size = max(1, PREFILL_TOKENS // max(map(len, prompts.values()), default=1))
+    for start in range(0, len(waiting), size):
+        slots, batch = zip(*waiting[start : start + size])
+        width = max(map(len, batch))
+        if width > 0:
+            # Causal, so that padding on the right needs no mask.
+            ids = [ids + [0] * (width - len(ids)) for ids in batch]
+            positions = torch.arange(width, device=device).expand(len(batch), -1)
+            cache.write_to(torch.tensor(slots, device=device)[:, None], positions, visible=0)
+            ids = torch.tensor(ids, device=device)  # (B, width)
+            forward(input_ids=ids, attention_mask=None, position_ids=positions)
+
+
+def decode(
+    forward: Callable,
+    cache: SlotCache,
+    texts: list[list[int]],
+    seeds: list[int],
+    steps: int,
+    choose: Callable,
+) -> torch.Tensor:
+    """`steps` tokens for each text, whose slot is its place: (R, steps) long, not waited for."""
+    device, dtype = forward.func.device, forward.func.dtype
+    lengths, tokens = [len(text) for text in texts], []
+    token = torch.tensor([[text[-1]] for text in texts], device=device)  # (R, 1)
+    position = torch.tensor(lengths, device=device)[:, None] - 1  # (R, 1)
+    slots = torch.arange(len(texts), device=device)[:, None]
+    seed = torch.tensor(seeds, device=device)[:, None]  # (R, 1)
+    for step in range(steps):
+        # Up to the longest row; attention kernels want a multiple of 8.
+        visible = rounded_up(max(lengths) + step, 8)
+        hidden = torch.arange(visible, device=device) > position  # (R, visible)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
+        cache.write_to(slots, position, visible)
+        out = forward(input_ids=token, attention_mask=mask, position_ids=position)
+        position = position + 1
+        token = choose(token, out.logits[:, -1].float(), uniform(seed, position))  # (R, 1)
+        tokens.append(token)
+    return torch.cat(tokens, 1)
+
+
+def next_token(scores: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+    """Unnormalised log-probabilities (R, V) -> a token of each row, (R, 1) long.
+
+    numbers (R, 1) float64 in [0, 1) are looked up in the cumulative distribution, which is float64
+    too: a rare token's share is not rounded away, and one number a row is cheaper than the one a
+    word that torch.multinomial draws. None: the likeliest token.
     """
-    rows, longest = len(tokens), generation_config.max_new_tokens
-    mask, positions = inputs.pop("attention_mask"), inputs.pop("position_ids")
-    stops = torch.tensor(generation_config.eos_token_id, device=tokens.device)
-    said = tokens.new_zeros(rows, longest)
-    # The length is where the sampler stopped, never where padding begins: pad may be a stop id
-    # itself, or an id that the model can sample.
-    length = tokens.new_full((rows,), longest)
-    alive = torch.arange(rows, device=tokens.device)  # (R,) the rows that are still computed
-    for count in range(1, longest + 1):  # count: tokens of every row, this step's included
-        out = model(input_ids=tokens, attention_mask=mask, position_ids=positions, **inputs)
-        scores = logits_processor(tokens, out.logits[:, -1].float())  # (R, V)
-        drawn = draw(scores) if generation_config.do_sample else scores.argmax(-1)
-        said[alive, count - 1] = drawn
-        stopped = torch.where(torch.isin(drawn, stops), count, longest)
-        length[alive] = length[alive].minimum(stopped)
-        tokens, positions = drawn[:, None], positions[:, -1:] + 1
-        if mask is not None:  # None: no prompt is padded
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        if count % DROP_EVERY == 0 or count == longest:
-            kept = (length[alive] > count).nonzero().squeeze(1)
-            bar.update(len(alive) - len(kept))
-            if not len(kept):
-                break
-            if len(kept) < len(alive):
-                alive, tokens, positions = alive[kept], tokens[kept], positions[kept]
-                mask = None if mask is None else mask[kept]
-                inputs["past_key_values"].batch_select_indices(kept)
-    return [ids[:count] for ids, count in zip(said.tolist(), length.tolist(), strict=True)]
+    if numbers is None:
+        return scores.argmax(-1, keepdim=True)
+    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)  # (R, V)
+    token = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
+    # NaN finds the id V. With one that exists, training's own checks report what is not finite.
+    return token.clamp(max=scores.shape[1] - 1)
 
 
-def draw(scores: torch.Tensor) -> torch.Tensor:
-    """One sample of each row of unnormalised log-probabilities (R, V) -> (R,) long.
+def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """A random number in [0, 1), float64, for each seed and position (long, any shapes that match).
 
-    Inverts the cumulative distribution, in float64: a rare token's share is not rounded away,
-    and one uniform number a row is cheaper than the one a word that torch.multinomial draws.
+    SplitMix64: position number k of the sequence that `seed` starts. A response so has its own
+    numbers, whatever batch, slot or rank it is decoded in.
     """
-    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
-    uniform = torch.rand_like(cumulative[:, :1])
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
-
-
-def generate_paged(
-    model: Model, prompts: list[list[int]], config: GenerationConfig, bar: tqdm
-) -> list[list[int]]:
-    """The same through continuous batching: a paged cache sized to the free memory, CUDA graphs."""
-    outputs = list(model.generate_batch(prompts, generation_config=config).values())
-    failed = [output.error for output in outputs if output.error is not None]
-    if failed or len(outputs) != len(prompts):
-        raise RuntimeError(f"continuous batching lost responses; --engine generate works: {failed}")
-    bar.update(len(prompts))
-    return [list(output.generated_tokens) for output in outputs]
+    x = seed + position * -0x61C8864680B583EB  # 64-bit integers, which wrap around
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    x = x ^ (x >> 31 & 0x1FFFFFFFF)
+    return (x >> 11 & 0x1FFFFFFFFFFFFF).double() / 2**53
 
 
 # ---------------------------------------------------------------------------------------- scoring
@@ -420,7 +594,7 @@ def token_stats(
     attention_mask: torch.Tensor,
     response_mask: torch.Tensor,
     *,
-    chunk: int = 256,
+    chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probability, entropy and collision probability of every response token.
 
@@ -462,31 +636,35 @@ def sampling_gap(
     return d.mean(), d.sum() / d.square().sum().sqrt()
 
 
+# Tokens whose logits exist at a time, and of these the rows whose softmax does. Larger ones launch
+# fewer kernels, which is what counts on a GPU; smaller ones stay in a CPU's caches.
+HEAD_ROWS = {"cpu": (256, 32), "cuda": (384, 128)}
+
+
 def head_stats(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int = 256
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output head, in chunks of tokens: (N, V) logits never exist at once.
 
     hidden (N, H), weight (V, H), targets (N,) long -> logp, entropy (nats), collision: (N,)
-    float32. The gradient flows through logp only, to hidden and weight.
+    float32. The gradient flows through logp only, to hidden and weight. chunk: tokens at a time,
+    by default what suits the device (HEAD_ROWS).
     """
-    return HeadStats.apply(hidden, weight, targets, chunk)
-
-
-BLOCK = 32  # rows
+    default, block = HEAD_ROWS.get(hidden.device.type, HEAD_ROWS["cpu"])
+    return HeadStats.apply(hidden, weight, targets, chunk or default, block)
 
 
 class HeadStats(torch.autograd.Function):
     """Softmax statistics with a backward that recomputes each chunk of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk):
+    def forward(ctx, hidden, weight, targets, chunk, block_rows):
         stats = hidden.new_empty(4, len(targets), dtype=torch.float32)
         for i in range(0, len(targets), chunk):
             logits = product(hidden[i : i + chunk], weight)  # (C, V) float32
             # few rows at a time, so that pi is a small second buffer beside the logits
-            for j, block in enumerate(logits.split(BLOCK)):
-                rows = slice(i + j * BLOCK, i + j * BLOCK + len(block))
+            for j, block in enumerate(logits.split(block_rows)):
+                rows = slice(i + j * block_rows, i + j * block_rows + len(block))
                 stats[3, rows] = block.logsumexp(-1)
                 block -= stats[3, rows, None]  # ln pi
                 stats[0, rows] = block.gather(1, targets[rows, None]).squeeze(1)
@@ -516,7 +694,7 @@ class HeadStats(torch.autograd.Function):
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])
             del grad
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

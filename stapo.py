@@ -51,6 +51,7 @@ from rollout import (
     pad_batch,
     sample,
     sampling_gap,
+    uniform,
 )
 
 
@@ -94,9 +95,6 @@ class Config:
     seed: int = flag(0, "of the data order and the sampling")
     # memory and files
     rollout_batch_size: int = flag(256, "sequences decoded at a time, on each rank")
-    engine: Literal["generate", "paged"] = flag(
-        "generate", "transformers' generate or its continuous batching"
-    )
     tokens_per_micro_batch: int = flag(16384, "rows times longest row, on each rank")
     gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
     threads: int = flag(0, "CPU threads of each rank (0: torch's choice)")
@@ -496,6 +494,8 @@ def collect(
     starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)
     places = [start + i for start in starts for i in range(share)]  # in the batch
     chosen = [problems[indices[place]] for place in places for _ in range(cfg.group_size)]
+    members = [(place, member) for place in places for member in range(cfg.group_size)]
+    seeds = [mix_seed(cfg.seed, step, *member) for member in members]
     with distributed.unsharded(model):
         responses = stop.interruptible(sample)(
             model,
@@ -503,8 +503,7 @@ def collect(
             [problem["prompt_ids"] for problem in chosen],
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
-            engine=cfg.engine,
-            seed=mix_seed(cfg.seed, step, rank()),
+            seed=seeds,
             progress="rollout" if rank() == 0 else None,
         )
     if all_max(int(stop.asked)):
@@ -517,9 +516,8 @@ def collect(
     for e, logp, entropy, collision in token_statistics(model, episodes, cfg):
         e.logp, e.entropy, e.collision = logp, entropy, collision
         e.old_logp = logp
-    members = [(place, member) for place in places for member in range(cfg.group_size)]
-    for e, member in zip(episodes, members, strict=True):
-        e.noise = torch.rand(len(e.logp), generator=generator(cfg.seed, step, *member))
+    for e, seed in zip(episodes, seeds, strict=True):  # places before 0 are no token's
+        e.noise = uniform(torch.tensor(seed), -1 - torch.arange(len(e.logp))).float()
     size = share * cfg.group_size
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 

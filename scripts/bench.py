@@ -1,6 +1,6 @@
 """Speed and memory, measured: pairs that do the same work, in turn, in one process, as ratios.
 
-    python scripts/bench.py                       # head update rollout step memory
+    python scripts/bench.py                       # counts head update rollout step memory
     python scripts/bench.py update step --quick   # small shapes: what the tests run; no bar applies
 
 Each pair is this project's fast code and a plain twin that computes the same result (it is checked
@@ -14,7 +14,6 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import math
 import os
 import platform
@@ -27,18 +26,27 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bookkeeping
 import distributed
 import rollout
 import stapo
-from rollout import Response, head_stats, sample, token_stats
+from rollout import HeadStats, Response, head_stats, sample, token_stats
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -108,15 +116,20 @@ def row(what: str, value: float, *, least: float | None = None, most: float | No
     return {"what": what, "value": value, "bar": bar, "holds": holds if bar else None}
 
 
+def cpu(bar: float) -> float | None:
+    """A bar for shapes that keep a CPU busy; on a GPU they measure the host."""
+    return None if CUDA else bar
+
+
 def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
     """The largest difference, relative to the twin's largest entry."""
     return float((ours - twin).abs().max() / twin.abs().max())
 
 
-def log_normal_lengths(count: int, median: float, longest: int) -> list[int]:
-    """Quantiles of a log-normal law with sigma 0.5, cut at `longest`, in a fixed random order."""
+def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
+    """Quantiles of a log-normal law, cut at `longest`, in a fixed random order."""
     places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    lengths = (math.log(median) + 0.5 * torch.special.ndtri(places)).exp().round()
+    lengths = (math.log(median) + sigma * torch.special.ndtri(places)).exp().round()
     lengths = lengths.clamp(1, longest).long()
     return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
 
@@ -136,7 +149,12 @@ def plain_head(
     return logp.gather(1, targets[:, None]).squeeze(1), entropy, collision
 
 
-HEADS = {"plain": plain_head, "ours": head_stats}
+def cuda_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple:
+    """head_stats with the chunks that it takes on CUDA, wherever it runs."""
+    return HeadStats.apply(hidden, weight, targets, *rollout.HEAD_ROWS["cuda"])
+
+
+HEADS = {"plain": plain_head, "ours": head_stats, "ours on CUDA": cuda_head}
 
 
 def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -198,6 +216,7 @@ def head(quick: bool) -> list[dict]:
     plain = fresh_head_memory("plain", (tokens, words, width))
     small = fresh_head_memory("ours", (tokens, words, width))
     large = fresh_head_memory("ours", (4 * tokens, words, width))
+    cuda = fresh_head_memory("ours on CUDA", (tokens, words, width))
     shape = f"{tokens:,} x {words:,} x {width:,}"
     sizes = [f"{size / GIB:.3f}" for size in (plain, small, large)]
     print("head, GiB: plain {}, ours {}, ours at 4 x the tokens {}".format(*sizes))
@@ -208,6 +227,7 @@ def head(quick: bool) -> list[dict]:
     worst = head_error(inputs)
     return [
         row(f"head, {shape}: memory, plain / ours", plain / small, least=25),
+        row("head: the same with CUDA's larger chunks", plain / cuda, least=25),
         row("head: ours at 4 x the tokens / at the tokens", large / small, most=1.1),
         row("head: time, ours / plain", 1 / faster, most=1.35 if CUDA else 1.1),
         row("head: largest relative error, values and gradients", worst, most=1e-5),
@@ -293,14 +313,16 @@ def update(quick: bool) -> list[dict]:
 
     repeats = 1 if quick else 5
     faster = in_turn(ours, twin, repeats)
+    difference = error(*gradients.values())  # of one mask: a statistics pass would form another
     share = in_turn(ours, lambda: stapo.statistics_pass(model, episodes, cfg), repeats)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     default_share = in_turn(ours, lambda: stapo.statistics_pass(model, episodes, cfg), repeats)
+    what = "update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up"
     return [
-        row("update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up", faster, least=4),
-        row("update: relative difference of the gradient", error(*gradients.values()), most=1e-5),
-        row("statistics pass / update, half of the trained right", default_share, most=0.15),
-        row("the same without gradient checkpointing", share, most=0.15),
+        row(what, faster, least=cpu(4)),
+        row("update: relative difference of the gradient", difference, most=1e-5),
+        row("statistics pass / update, half of the trained right", default_share, most=cpu(0.15)),
+        row("the same without gradient checkpointing", share, most=cpu(0.15)),
     ]
 
 
@@ -318,90 +340,290 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
-def schedule(model, lengths: list[int], prompt_width: int) -> None:
+def schedule(model, lengths: list[int], prompt_width: int, *, by_prompt: bool = False) -> Any:
     """Make row i of a batch of prompts end after lengths[i] tokens, whoever calls `generate`.
 
     The words fall into as many classes as there are rows, and row i may sample those of class i
     alone: a later call knows the row by the class of its last token, wherever in the batch it has
-    moved, and the position from the cache. The words themselves are sampled from the model. What
-    this adds to a step is the same for everyone; a forward without a cache (scoring) is untouched.
+    moved. With by_prompt, the last word of a prompt names its class already, so that prompts may
+    start at any time. The words themselves are sampled from the model. What this adds to a step is
+    the same for everyone; a forward without a cache (scoring) is untouched. The handle that is
+    returned takes it off again.
     """
     word_class = torch.arange(model.config.vocab_size, device=DEVICE) % len(lengths)
     word_class[[EOS, PAD]] = -1
     ends = torch.tensor(lengths, device=DEVICE)
 
     def hook(_module, _args, kwargs, output):
-        cache = kwargs.get("past_key_values")
-        if cache is None:
+        if kwargs.get("past_key_values") is None:
             return
-        said = cache.get_seq_length() - prompt_width
-        rows = torch.arange(len(output.logits), device=DEVICE)
-        rows = word_class[kwargs["input_ids"][:, -1]] if said else rows
+        sampled = kwargs["position_ids"][:, -1] + 1 - prompt_width  # (B,) tokens of the response
+        rows = word_class[kwargs["input_ids"][:, -1]]
+        if not by_prompt:
+            rows = torch.where(sampled > 0, rows, torch.arange(len(rows), device=DEVICE))
         allowed = word_class == rows[:, None]  # (B, V)
-        over = said + 1 >= ends[rows]
+        over = sampled + 1 >= ends[rows]
         allowed[over] = False
         allowed[over, EOS] = True
         output.logits[:, -1].masked_fill_(~allowed, float("-inf"))
 
-    model.register_forward_hook(hook, with_kwargs=True)
+    return model.register_forward_hook(hook, with_kwargs=True)
 
 
-def plain_sample(model, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """sample's twin: one `generate`, which computes every row until the last one ends."""
-    ids = torch.tensor(prompts, device=DEVICE)  # equal lengths: no padding
-    config = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
-    config.eos_token_id, config.pad_token_id, config.max_new_tokens = EOS, PAD, max_new_tokens
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    said = out[:, ids.shape[1] :].tolist()
-    return [row[: row.index(EOS) + 1 if EOS in row else None] for row in said]
+def plain_sample(
+    model, prompts: list[list[int]], max_new_tokens: int, batch_size: int
+) -> list[list[int]]:
+    """sample's twin: `generate` in batches, which computes every row until its last one ends."""
+    rows = []
+    for start in range(0, len(prompts), batch_size):
+        ids = torch.tensor(prompts[start : start + batch_size], device=DEVICE)  # no padding
+        config = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
+        config.eos_token_id, config.pad_token_id, config.max_new_tokens = EOS, PAD, max_new_tokens
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        rows += [rollout.until_stop(row, {EOS}) for row in out[:, ids.shape[1] :].tolist()]
+    return rows
 
 
-def roofline_seconds(model, rows: int, prompt_width: int, new_tokens: int) -> float:
-    """The least time that decoding can take: weights and cache are read once a step, no more."""
+def scheduled_prompts(words: int, count: int) -> list[list[int]]:
+    """Random prompts of 16 words; the last word of prompt i is of `schedule`'s class i."""
+    prompts = torch.randint(2, words, (count, 16))
+    prompts[:, -1] = torch.arange(count) + count  # of class i, and neither EOS nor PAD
+    return prompts.tolist()
+
+
+def rollouts(quick: bool) -> list[dict]:
+    """As many responses as slots, then four times as many: freed slots are filled again."""
+    table, large = [], CUDA and not quick
+    slots, median, longest = (8, 20, 60) if quick else (96, 79, 256)
+    model = random_model(quick, **(QWEN3["1.7B"] if large else {}))
+    model = model.bfloat16() if large else model
+    tokenizer = word_tokenizer(model.config.vocab_size)
+    for count in (slots, 4 * slots):
+        lengths = log_normal_lengths(count, median, longest)
+        prompts = scheduled_prompts(model.config.vocab_size, count)
+        hook, sampled = schedule(model, lengths, prompt_width=16, by_prompt=True), {}
+
+        def ours(prompts=prompts, sampled=sampled):
+            options = {"max_new_tokens": longest, "batch_size": slots}
+            responses = sample(model, tokenizer, prompts, **options)
+            sampled["ours"] = [len(r.ids) for r in responses]
+
+        def twin(prompts=prompts, sampled=sampled):
+            responses = plain_sample(model, prompts, longest, slots)
+            sampled["twin"] = list(map(len, responses))
+
+        faster = in_turn(ours, twin, 2 if quick or large else 3)
+        hook.remove()
+        if not sampled["ours"] == sampled["twin"] == lengths:
+            raise RuntimeError(f"the two rollouts did not do the same work: {sampled}, {lengths}")
+        what = f"rollout, {count} responses up to {longest} in {slots} slots: speed-up"
+        # On a GPU a step costs the host the same for few rows as for many, so that dropping rows
+        # gains little there; fewer steps do.
+        least = {slots: 1.0, 4 * slots: 1.3} if large else {slots: 2.0, 4 * slots: 2.4}
+        table.append(row(what, faster, least=least[count]))
+    return table + (decoding_step() if large else [])
+
+
+def slots_of_text(model, rows: int, length: int) -> Callable[[int], torch.Tensor]:
+    """rollout.decode for a number of steps after `length` tokens in each of `rows` slots."""
+    cache = rollout.SlotCache(rows, length + 64)
+    cache.reserve(length + 64)
+    forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    rows = [[7] * length for _ in range(rows)], list(range(rows))  # texts and seeds
+    choose = lambda _token, logits, numbers: rollout.next_token(logits, numbers)  # noqa: E731
+    return lambda steps: rollout.decode(forward, cache, *rows, steps, choose)
+
+
+def decoding_step(rows: int = 64, length: int = 2000) -> list[dict]:
+    """Milliseconds of a decoding step, and the memory bandwidth's share of them."""
+    model = random_model(**QWEN3["1.7B"]).bfloat16()
+    with torch.inference_mode():
+        decode = slots_of_text(model, rows, length)
+        decode(8)
+        taken = min(seconds(lambda: decode(32)) / 32 for _ in range(3))
+    table = [row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken)]
     name = torch.cuda.get_device_name()
     bandwidth = next((speed for key, speed in BANDWIDTH.items() if key in name), None)
     if bandwidth is None:
         print(f"rollout: no memory bandwidth is listed for {name}, so there is no roofline")
-        return math.nan
-    weights = sum(p.nbytes for p in model.parameters())
-    cached_tokens = rows * sum(prompt_width + said for said in range(new_tokens))
-    cache = cached_tokens * cache_bytes_per_token(model.config.to_dict(), 2)
-    return (new_tokens * weights + cache) / bandwidth
+        return table
+    # Weights and cache are read once a step; the host needs about 20 ms for its kernels.
+    least = ideal_step_bytes(model.config.to_dict(), rows, length) / bandwidth
+    what = "decoding step: share of the memory-bandwidth roofline"
+    return [*table, row(what, least / taken, least=0.15)]
 
 
-def rollouts(quick: bool) -> list[dict]:
-    large = CUDA and not quick
-    rows, median, longest = (256, 1000, 1000) if large else (24, 20, 60) if quick else (96, 79, 256)
-    model = random_model(quick, **(QWEN3["1.7B"] if large else {}))
+def ideal_step_bytes(shape: dict, rows: int, length: int) -> int:
+    """The least that a decoding step can move in bfloat16: weights and cache, read once."""
+    layer, root = parameter_shapes(shape)
+    weights = 2 * sum(map(math.prod, layer * shape["num_hidden_layers"] + root))
+    return weights + rows * length * cache_bytes_per_token(shape, 2)
+
+
+# ---------------------------------------- counts: what any machine can count of the GPU path
+
+
+class Count(TorchDispatchMode):
+    """Kernel launches and bytes moved by what runs on the meta device, attention included.
+
+    A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
+    into a part of a tensor that part. Views and empty tensors are free.
+    """
+
+    FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
+    FOUND = ("aten::embedding", "aten::index.Tensor", "aten::gather", "aten::searchsorted.Tensor")
+    FILLED = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::new_zeros", "aten::arange")
+    KERNELS = {"aten::logsumexp": 9, "aten::linalg_vecdot": 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.bytes = 0
+
+    def __enter__(self):
+        self.attention = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self.fused_attention
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        functional.scaled_dot_product_attention = self.attention
+        return super().__exit__(*error)
+
+    def fused_attention(self, query, key, value, attn_mask=None, **_) -> torch.Tensor:
+        """One kernel, as on CUDA; an additive mask is read as it is."""
+        mask = [] if attn_mask is None else [attn_mask]
+        self.add(1, query, query, key, value, *mask)  # the output is as large as the query
+        return torch.empty_like(query)
+
+    def add(self, launches: int, *moved: torch.Tensor) -> None:
+        self.launches += launches
+        # an expanded dimension (stride 0) is there once
+        sizes = ([n for n, s in zip(t.shape, t.stride()) if s] for t in moved)
+        self.bytes += sum(t.element_size() * math.prod(n) for t, n in zip(moved, sizes))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if views or name.startswith(self.FREE):
+            return out
+        if name.startswith(self.FOUND):
+            self.add(1, *outs, *outs)
+        elif name.startswith(self.FILLED):
+            self.add(1, *outs)
+        elif name.startswith(("aten::index_put_", "aten::copy_")):
+            new = args[2] if "index_put" in name else args[1]
+            self.add(1, new, new)
+        else:
+            self.add(self.KERNELS.get(name.split(".")[0], 1), *ins, *outs)
+        return out
+
+
+def counted(call) -> Count:
+    with Count() as count, torch.no_grad():
+        call()
+    return count
+
+
+def counted_step(rows: int = 64, length: int = 2000) -> tuple[Count, Count]:
+    """A decoding step of the 1.7B shape in bfloat16: in slots, and with transformers' cache."""
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3["1.7B"])).eval().bfloat16()
+        width = (rows, 8, length, 128)
+        plain = DynamicCache(config=model.config)
+        for layer in range(model.config.num_hidden_layers):
+            plain.update(*torch.empty(2, *width, dtype=torch.bfloat16), layer)
+        position = torch.full((rows, 1), length)
+        inputs = {"input_ids": position, "position_ids": position, "past_key_values": plain}
+
+    def with_plain_cache():
+        logits = model(**inputs, use_cache=True, logits_to_keep=1).logits
+        numbers = torch.rand_like(position, dtype=torch.float64)
+        rollout.next_token(logits[:, -1].float(), numbers)
+
+    decode = slots_of_text(model, rows, length)
+    with torch.no_grad():
+        decode(1)  # makes the cache
+    return counted(lambda: decode(1)), counted(with_plain_cache)
+
+
+def counted_head(rows: tuple[int, int], tokens: int = 4096) -> Count:
+    """HeadStats' forward and backward at the 1.7B shape."""
+    shape = QWEN3["1.7B"]
+    with torch.device("meta"):
+        hidden = torch.empty(tokens, shape["hidden_size"], requires_grad=True)
+        weight = torch.empty(shape["vocab_size"], shape["hidden_size"], requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.long)
+    with Count() as count:
+        HeadStats.apply(hidden, weight, targets, *rows)[0].sum().backward()
+    return count
+
+
+def steps_in_batches(lengths: list[int], slots: int) -> int:
+    return sum(max(lengths[i : i + slots]) for i in range(0, len(lengths), slots))
+
+
+def steps_in_slots(lengths: list[int], slots: int, longest: int) -> int:
+    """Decoding steps where a slot takes the next response at the next look at the tokens."""
+    waiting, running, steps = lengths[::-1], [], 0  # running: (tokens to come, tokens allowed)
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append((waiting.pop(), longest))
+        taken = min(rollout.CHECK_EVERY, *(allowed for _, allowed in running))
+        running = [(left - taken, allowed - taken) for left, allowed in running if left > taken]
+        steps += taken
+    return steps
+
+
+def scheduled_steps(lengths: list[int], slots: int, longest: int) -> int:
+    """The same by counting a rollout's forwards."""
+    model, steps = random_model(quick=True), []
     tokenizer = word_tokenizer(model.config.vocab_size)
-    prompts = torch.randint(2, model.config.vocab_size, (rows, 16)).tolist()
-    lengths = [longest] * rows  # a random model of the large shape all but never says its stop id
-    if large:
-        model = model.bfloat16()
-    else:
-        lengths = log_normal_lengths(rows, median, longest)
-        schedule(model, lengths, prompt_width=16)
-    said, taken, table = {}, [], []
+    schedule(model, lengths, prompt_width=16, by_prompt=True)
+    model.register_forward_hook(
+        lambda _model, _args, kwargs, _out: steps.append(kwargs["input_ids"].shape[1] == 1),
+        with_kwargs=True,
+    )
+    prompts = scheduled_prompts(model.config.vocab_size, len(lengths))
+    options = {"max_new_tokens": longest, "batch_size": slots}
+    responses = sample(model, tokenizer, prompts, **options)
+    if [len(r.ids) for r in responses] != lengths:
+        raise RuntimeError("the responses do not have the lengths that they should have")
+    return sum(steps)
 
-    def ours(engine):
-        options = {"max_new_tokens": longest, "batch_size": rows, "engine": engine}
-        said["ours"] = [len(r.ids) for r in sample(model, tokenizer, prompts, **options)]
 
-    def twin():
-        said["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest)]
-
-    for engine in ("generate", "paged") if large else ("generate",):
-        timed = functools.partial(seconds, functools.partial(ours, engine))
-        faster = in_turn(lambda t=timed: taken.append(t()), twin, 2 if quick or large else 5)
-        if not large and not said["ours"] == said["twin"] == lengths:
-            raise RuntimeError(f"the two rollouts did not do the same work: {said}, {lengths}")
-        what = f"rollout ({engine}), {rows} responses, median {median}, longest {longest}: speed-up"
-        table.append(row(what, faster, least=5 if large else 2.5))
-        if large:
-            share = roofline_seconds(model, rows, 16, longest) / min(taken)
-            table.append(row("rollout: share of the memory-bandwidth roofline", share, least=0.4))
-            taken.clear()
-    return table
+def counts(quick: bool) -> list[dict]:
+    ours, plain = counted_step()
+    ideal = ideal_step_bytes(QWEN3["1.7B"], 64, 2000) / 1e9
+    what = "decoding step, 1.7B, 64 rows x 2,000 tokens, counted: GB"
+    table = [
+        row(f"{what} (at least {ideal:.1f})", ours.bytes / 1e9, most=22),
+        row("the same with transformers' cache", plain.bytes / 1e9),
+        row("decoding step: kernel launches", ours.launches, most=int(1.05 * plain.launches)),
+    ]
+    cpu, cuda = (counted_head(rollout.HEAD_ROWS[device]).launches for device in ("cpu", "cuda"))
+    what = "head, 4,096 tokens: kernel launches, CUDA's chunks / the CPU's"
+    table.append(row(what, cuda / cpu, most=0.5))
+    count, slots, longest = (32, 8, 60) if quick else (384, 96, 1024)
+    for sigma in (0.5, 1.0):
+        lengths = log_normal_lengths(count, 20 if quick else 79, longest, sigma)
+        steps = steps_in_slots(lengths, slots, longest)
+        if steps != scheduled_steps(lengths, slots, longest):
+            raise RuntimeError("a rollout takes other steps than the count of them")
+        bar = 1.15 * sum(lengths) / slots + max(lengths)
+        what = f"decoding steps, {count} responses in {slots} slots, log-normal, sigma {sigma}"
+        table.append(row(what, steps, most=round(bar)))
+        batches = steps_in_batches(lengths, slots)
+        table.append(row("the same in batches that wait for their longest", batches))
+    lengths = log_normal_lengths(2048, 3000, 15360, 1.0)
+    slots = slots_that_fit(QWEN3["1.7B"], 1)
+    what = f"decoding steps of the paper's step on one GPU of 80 GB ({slots} slots), simulated"
+    mean = sum(lengths) / len(lengths)
+    what += f": 2,048 responses, log-normal (sigma 1, mean {mean:,.0f}, at most 15,360)"
+    table.append(row(what, steps_in_slots(lengths, slots, 15360)))
+    batches = steps_in_batches(lengths, slots)
+    return [*table, row("the same in batches that wait for their longest", batches)]
 
 
 # ---------------------------------------- step: against TRL's trainer
@@ -409,7 +631,7 @@ def rollouts(quick: bool) -> list[dict]:
 
 def first_word_is_even(text: str) -> float:
     """A reward for both trainers: in `schedule`'s classes it makes half of every group right."""
-    return 1.0 if int(text.split()[0][1:]) % 2 == 0 else -1.0
+    return 1.0 if text and int(text.split()[0][1:]) % 2 == 0 else -1.0
 
 
 class Turns:
@@ -487,37 +709,36 @@ def step(quick: bool) -> list[dict]:
         return []
     large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
     longest = 1024 if large else 40 if quick else 256
-    lengths = log_normal_lengths(64, 15 if quick else 79, longest)
+    lengths = log_normal_lengths(64, 300 if large else 15 if quick else 79, longest)
     mine, peer = pair = [random_model(quick, **(QWEN3["1.7B"] if large else {})) for _ in "ab"]
     tokenizer = word_tokenizer(mine.config.vocab_size)
     if large:
-        start()
         distributed.shard(mine)  # this is what makes the compute bfloat16
     for model in pair:
         if large:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            schedule(model, lengths, prompt_width=16)
+        schedule(model, lengths, prompt_width=16)
     prompts = torch.randint(2, mine.config.vocab_size, (8, 16)).tolist()
     texts = [" ".join(f"w{i}" for i in ids) for ids in prompts]
     pairs = zip(texts, prompts, strict=True)
     problems = [{"problem": text, "answer": "", "prompt_ids": ids} for text, ids in pairs]
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
-    cfg.tokens_per_micro_batch = 16384 if large else 2 * (longest + 16)
+    cfg.tokens_per_micro_batch = 2 * (longest + 16)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=cfg.lr, fused=CUDA)
     tokens = {"ours": [], "trl": []}  # of each step
+    graded, stop = lambda text, _: first_word_is_even(text), bookkeeping.StopSignal()  # noqa: E731
 
     def ours():
         """What stapo.train does in a step."""
         number = len(tokens["ours"]) + 1
-        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg)
+        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg, graded, stop)
         for number, mini_batch in enumerate(mini_batches):
             if number > 0:
                 stapo.statistics_pass(mine, mini_batch, cfg)
             stapo.update(mine, optimizer, mini_batch, cfg)
         optimizer.zero_grad()  # as TRL leaves it, so that the peaks compare
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
-        stapo.policy_entropy(episodes), bookkeeping.rollout_metrics(episodes, cfg)
+        stapo.entropy_metrics(episodes), bookkeeping.rollout_metrics(episodes, cfg)
         tokens["ours"].append(sum(len(e.response.ids) for e in episodes))
 
     def reward(completions, completion_ids, **_):
@@ -529,24 +750,14 @@ def step(quick: bool) -> list[dict]:
     options |= {"learning_rate": cfg.lr, "weight_decay": cfg.weight_decay}
     options |= {"gradient_checkpointing": large}
     turns = Turns(ours, peer)
-    real, stapo.math_reward = stapo.math_reward, lambda text, _: first_word_is_even(text)
-    try:
-        train_with_trl(peer, tokenizer, texts, reward, turns, rows, options)
-    finally:
-        stapo.math_reward = real
-    if not large and set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
+    train_with_trl(peer, tokenizer, texts, reward, turns, rows, options)
+    if set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
         raise RuntimeError(f"the two trainers did not do the same work: {tokens}")
     faster, (our_peak, trl_peak) = statistics.median(turns.ratios[1:]), turns.peaks[-1]
     what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
-    table = [row(what, faster, least=2.5 if large else 2)]
+    table = [row(what, faster, least=1.5 if large else 2)]
     what = "step: peak beyond weights, gradients and optimiser, ours / TRL's"
-    return table + ([row(what, our_peak / trl_peak, most=0.5)] if large else [])
-
-
-@functools.cache
-def start() -> None:
-    """A process group of one where there is a GPU, as stapo.py has."""
-    distributed.start()
+    return table + ([row(what, our_peak / trl_peak)] if large else [])
 
 
 # ---------------------------------------- memory: bytes on each GPU
@@ -594,7 +805,7 @@ def bytes_per_gpu(
     every = layer * layers + root
     shard = sum(math.ceil(s[0] / gpus) * math.prod(s[1:]) for s in every)
     layer_size, root_size = (sum(map(math.prod, group)) for group in (layer, root))
-    chunk = inspect.signature(head_stats).parameters["chunk"].default
+    chunk, _ = rollout.HEAD_ROWS["cuda"]
     held = {
         "weights": 4 * shard,
         "gradients": 4 * shard,
@@ -619,6 +830,12 @@ def bytes_per_gpu(
     return held
 
 
+def slots_that_fit(shape: dict, gpus: int, response_tokens: int = 1024 + 15360) -> int:
+    """What rollout.rows_that_fit finds on a GPU of 80 GB that holds nothing else."""
+    per_row = rollout.bytes_per_row(Qwen3Config(**shape), response_tokens, 2)
+    return int(max(0, 0.8 * (80e9 - bytes_per_gpu(shape, gpus)["rollout"])) / per_row)
+
+
 def memory_table() -> str:
     """Markdown: GB (1e9 bytes) on each of 1 to 64 GPUs of 80 GB, at the default flags."""
     keys = ("weights", "gradients", "adamw", "inputs", "layer", "head", "update", "gathered")
@@ -628,7 +845,7 @@ def memory_table() -> str:
     for name, shape in QWEN3.items():
         for gpus in (1, 8, 16, 64):
             held = bytes_per_gpu(shape, gpus)
-            fit = int(max(0, 80e9 - held["rollout"]) // held["cache"])
+            fit = slots_that_fit(shape, gpus)
             verdict = "yes" if held["update"] <= 80e9 and fit else "no"
             numbers = [f"{held[key] / 1e9:.1f}" for key in (*keys, "cache")]
             lines.append(f"| {name} | {gpus} | {' | '.join(numbers)} | {fit} | {verdict} |")
@@ -641,7 +858,6 @@ def memory(quick: bool) -> list[dict]:
         print("memory: no GPU, so the sums meet no measured peak here" if not CUDA else "")
         return []
     model = random_model(**QWEN3["1.7B"])
-    start()
     distributed.shard(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -669,14 +885,17 @@ def report(table: list[dict]) -> str:
     lines = ["| measured | value | bar | holds |", "|---|---|---|---|"]
     for line in table:
         holds = {None: "", True: "yes", False: "**no**"}[line["holds"]]
-        lines.append(f"| {line['what']} | {line['value']:.3g} | {line['bar']} | {holds} |")
+        value = line["value"]
+        value = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+        lines.append(f"| {line['what']} | {value} | {line['bar']} | {holds} |")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if importlib.util.find_spec("trl"):
         versions += f", trl {importlib.metadata.version('trl')}"
     return "\n".join([*lines, "", f"{processor()}; {versions}; {datetime.date.today()}"])
 
 
-BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step, "memory": memory}
+BENCHES = {"counts": counts, "head": head, "update": update, "rollout": rollouts, "step": step}
+BENCHES["memory"] = memory
 
 
 def main() -> None:
@@ -687,7 +906,9 @@ def main() -> None:
     if unknown := set(args.names) - set(BENCHES):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(BENCHES)}")
     torch.set_num_threads(1)
-    if not CUDA:
+    if CUDA:
+        distributed.start()
+    else:
         print("no GPU: every CUDA part is left out, and nothing below speaks for one")
     table = []
     for name in args.names or BENCHES:

@@ -1,7 +1,6 @@
 """The benchmark's twins do the same work as the code they time, and its sums are the tensors'."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,7 +120,7 @@ def test_both_rollouts_obey_the_schedule_and_sample_the_words(model):
     bench.schedule(model, lengths, prompt_width=16)
     tokenizer = bench.word_tokenizer(1024)
     ours = [r.ids for r in rollout.sample(model, tokenizer, prompts, max_new_tokens=40)]
-    for rows in (ours, bench.plain_sample(model, prompts, 40)):
+    for rows in (ours, bench.plain_sample(model, prompts, 40, 6)):
         assert [len(ids) for ids in rows] == lengths
         assert all(ids[-1] == bench.EOS and bench.EOS not in ids[:-1] for ids in rows)
         for place, ids in enumerate(rows):
@@ -142,11 +141,52 @@ def test_step_does_the_same_work_as_trl():
     assert bench.step(quick=True)[0]["value"] > 0
 
 
+def test_counts_hold_their_bars():
+    """Bytes and launches of a decoding step at full size; steps of a refill schedule, smaller.
+
+    counts raises where a rollout takes other steps than its own count of them.
+    """
+    table = bench.counts(quick=True)
+    assert sum(line["bar"] != "" for line in table) == 5
+    assert all(line["holds"] is not False for line in table)
+    found = {line["what"]: line["value"] for line in table}
+    ideal = bench.ideal_step_bytes(bench.QWEN3["1.7B"], 64, 2000)
+    assert ideal == 2 * SIZES["1.7B"] + 64 * 2000 * 28 * 2 * 8 * 128 * 2
+    # transformers' cache is read and written anew: twice the cache more than in place
+    plain = found["the same with transformers' cache"] * 1e9
+    ours = next(value for what, value in found.items() if what.startswith("decoding step")) * 1e9
+    assert ideal < ours < plain and plain - ours == pytest.approx(29.4e9, rel=0.01)
+
+
+def test_count_knows_what_a_kernel_moves():
+    with torch.device("meta"):
+        a, b = torch.empty(4, 8), torch.empty(8, 16)
+        rows = torch.zeros(2, dtype=torch.long)
+    product = bench.counted(lambda: (a @ b).view(2, 32))
+    assert (product.launches, product.bytes) == (1, 4 * (4 * 8 + 8 * 16 + 4 * 16))
+    assert bench.counted(lambda: a[rows]).bytes == 4 * 2 * (2 * 8)
+
+    def write():
+        a[rows] = b[:2, :8]
+
+    assert bench.counted(write).bytes == 4 * 2 * (2 * 8)
+    shared = bench.counted(lambda: a + b[:1, :8].expand(4, 8))
+    assert shared.bytes == 4 * (4 * 8 + 8 + 4 * 8)
+
+
+def test_steps_by_hand(monkeypatch):
+    monkeypatch.setattr(rollout, "CHECK_EVERY", 2)
+    # slot 1: 5 tokens (seen at 6), then 2 (8); slot 2: 1 (2), then 3 (6), then 1 (8)
+    assert bench.steps_in_slots([5, 1, 3, 2, 1], slots=2, longest=10) == 8
+    assert bench.steps_in_slots([5, 5], slots=2, longest=5) == 5  # all that was allowed
+    assert bench.steps_in_batches([5, 1, 3, 2, 1], slots=2) == 5 + 3 + 1
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none is here")
-def test_every_cuda_path_runs_on_a_gpu():
-    """The measured sums and pairs at full size; a bar that is missed is printed, not raised."""
-    command = [sys.executable, str(Path(bench.__file__)), "rollout", "memory", "step"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=1800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "memory, 1.7B on one GPU" in done.stdout and "roofline" in done.stdout
-    assert "(paged)" in done.stdout
+def test_cuda_benchmarks():
+    """Every pair at full size, and the table: `pytest -s -k cuda` runs all that needs a GPU."""
+    command = [sys.executable, str(Path(bench.__file__))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
+    print(f"\n{done.stdout}")
+    assert done.returncode == 0 and "**no**" not in done.stdout
+    assert "memory, 1.7B on one GPU" in done.stdout and "decoding step, 1.7B" in done.stdout

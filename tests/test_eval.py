@@ -44,9 +44,9 @@ class Scripted:
         if self.calls == self.fail_at:
             raise KeyboardInterrupt
         self.calls += 1
-        noise, responses = random.Random(seed), []
-        for prompt in prompts:
-            text = "".join(map(chr, prompt))
+        seeds, responses = seed if seed else range(len(prompts)), []
+        for prompt, own in zip(prompts, seeds, strict=True):
+            text, noise = "".join(map(chr, prompt)), random.Random(own)
             text, length, truncated = self.script(model, text, noise)
             responses.append(Response(prompt, [0] * length, truncated, text))
             self.asked.append((model, "".join(map(chr, prompt))))
@@ -158,36 +158,32 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["whole", "torn", "newline lost", "half a line"])
 @pytest.mark.parametrize("fail_at", [0, 1, 3, 4])
 def test_interrupted_and_continued_equals_uninterrupted(tmp_path, monkeypatch, fail_at, how):
-    file = write_problems(tmp_path / "many.jsonl", 7)  # 2 x 28 jobs in chunks of 10, 10, 8
+    file = write_problems(tmp_path / "many.jsonl", 7)  # 2 x 28 responses, in rounds of 10, 10, 8
     flags = ("--benchmarks", file, "--rollout_batch_size", 10)
+    monkeypatch.setattr(evaluation, "ROUND", 1)
     whole = run_and_read(Scripted(monkeypatch, lucky), tmp_path / "whole", flags)
     fake = Scripted(monkeypatch, lucky)
     fake.fail_at = fail_at
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "parts", *flags)
-    before = fake.calls
+    finished = len(fake.asked)
     damage(tmp_path / "parts" / "samples.jsonl", how)
     fake.fail_at = None
     assert run_and_read(fake, tmp_path / "parts", flags) == whole
-    again = how == "torn" and fail_at > 0  # the chunk of the torn row is sampled once more
-    assert fake.calls - before == 6 - fail_at + again
+    torn = how == "torn" and fail_at > 0  # that row alone is sampled once more
+    assert finished == [0, 10, None, 28, 38][fail_at] and len(fake.asked) == 56 + torn
     calls = fake.calls
     assert run_and_read(fake, tmp_path / "parts", flags) == whole
     assert fake.calls == calls, "a finished evaluation samples nothing"
 
 
-def test_a_row_that_survived_is_not_written_twice(tmp_path, monkeypatch):
+def test_another_number_of_samples_keeps_those_that_are_there(tmp_path, monkeypatch):
     fake = Scripted(monkeypatch, lucky)
-    flags = ("--benchmarks", write_problems(tmp_path / "many.jsonl", 7), "--rollout_batch_size", 10)
-    file = tmp_path / "out" / "samples.jsonl"
-    for fail_at in (1, 2):  # the second run does the chunk with the torn row again, then stops
-        fake.fail_at = fail_at
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "out", *flags)
-        if fail_at == 1:
-            damage(file, "torn")
-    assert len(file.read_text().splitlines()) == 10
-    assert len({evaluation.row_key(row) for row in rows_of(tmp_path / "out")}) == 10
+    flags = ("--benchmarks", write_problems(tmp_path / "many.jsonl", 7), "--decoding", "training")
+    run(tmp_path / "out", *flags, "--samples", 2)
+    scores = run(tmp_path / "out", *flags, "--samples", 4)["training"]["many"]
+    assert len(fake.asked) == 28 and scores["samples"] == 4
+    assert run(tmp_path / "whole", *flags, "--samples", 4)["training"]["many"] == scores
 
 
 def run_and_read(fake: Scripted, output: Path, flags) -> tuple[dict, bytes]:
@@ -277,10 +273,11 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
     fake = Scripted(monkeypatch, judged)
     flags = ["--benchmarks", write_problems(tmp_path / "five.jsonl", 5), "--decoding", "training"]
     flags += ["--samples", 2, "--rollout_batch_size", 3]
+    monkeypatch.setattr(evaluation, "ROUND", 1)
     plain = run(tmp_path / "out", *flags)["training"]["five"]
     assert plain["mean"] == 20 and "verified" not in plain
     fake.fail_at, policy_calls = fake.calls + 1, fake.calls
-    with pytest.raises(KeyboardInterrupt):  # in the second of the judge's three chunks
+    with pytest.raises(KeyboardInterrupt):  # in the second of the judge's three rounds
         run(tmp_path / "out", *flags, "--verifier", "org/J")
     fake.fail_at = None
     found = run(tmp_path / "out", *flags, "--verifier", "org/J")["training"]["five"]
@@ -369,29 +366,28 @@ def test_evaluate_gives_a_training_run_the_same_scores(held_out):
     assert model.training
 
 
-def test_ranks_share_the_unfinished_chunks_evenly(monkeypatch):
+def test_ranks_share_every_round_evenly(monkeypatch):
+    """Three ranks, 2 x 5 rows each a round: 13 and 8 missing rows are 5, 4, 4 and 3, 3, 2."""
     keys = [evaluation.Key("a", "d", p, 0) for p in range(23)]
     keys += [evaluation.Key("b", "d", p, 0) for p in range(9)]
-    shares = []
+    held, shares = [*keys[5:15], keys[23]], []
+    monkeypatch.setattr(evaluation, "ROUND", 2)
     for rank in range(3):
         monkeypatch.setattr(evaluation, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(evaluation, "world_size", lambda: 3)
+        monkeypatch.setattr(evaluation.distributed, "gather", lambda rows: [rows])
         journal, share = evaluation.Journal(), []
-        gather = lambda rows, rank=rank: [rows if i == rank else [] for i in range(3)]  # noqa: E731
-        monkeypatch.setattr(evaluation.distributed, "gather", gather)
-        held = [*keys[5:15], keys[23]]  # two whole chunks, and a row of another
         journal.keep(key._asdict() | {"correct": True} for key in held)
 
-        def work(chunk, share=share):
-            share.append(chunk)
-            return [{"correct": True} for key in chunk]
+        def work(asked, share=share):
+            share.append(asked)
+            return [{"correct": True} for key in asked]
 
         journal.complete(keys, 5, work)
         shares.append(share)
-    starts = [("a", 0), ("a", 15), ("a", 20), ("b", 0), ("b", 5)]
-    starts = [(name, "d", p, 0) for name, p in starts]
-    assert [[chunk[0] for chunk in share] for share in shares] == [starts[i::3] for i in range(3)]
-    assert [len(chunk) for share in shares for chunk in share] == [5, 5, 5, 4, 3]
+    assert [[len(asked) for asked in share] for share in shares] == [[5, 3], [4, 3], [4, 2]]
+    worked = [key for share in shares for asked in share for key in asked]
+    assert sorted(worked) == sorted(set(keys) - set(held))
 
 
 def test_two_ranks_give_what_one_gives(held_out, tmp_path):

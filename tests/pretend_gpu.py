@@ -1,0 +1,284 @@
+"""A GPU to run the CUDA paths on where none is: tensors say cuda:0, a CPU computes them.
+
+    python tests/pretend_gpu.py FILE.py     # runs FILE.py on it
+
+What mixes devices raises as on a GPU; matrix products with `out_dtype`, which only CUDA has, are
+computed from their definition; FSDP2 runs over gloo. It shows neither speed nor memory, streams,
+CUDA graphs, NCCL, or CUDA's own attention kernels. It needs g++ and a build of torch for CPUs.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# torch asks for a device guard and for hooks wherever a tensor is on a GPU: these do nothing.
+GUARD = """
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::Device gpu() const { return {c10::DeviceType::CUDA, 0}; }
+  c10::Stream stream() const { return c10::Stream(c10::Stream::DEFAULT, gpu()); }
+  c10::Device getDevice() const override { return gpu(); }
+  c10::Device exchangeDevice(c10::Device) const override { return gpu(); }
+  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
+      const override {}
+};
+static Guard guard;
+static c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, &guard);
+namespace at {
+struct CUDAHooks : CUDAHooksInterface {
+  CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  int getNumGPUs() const override { return 1; }
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+};
+REGISTER_CUDA_HOOKS(CUDAHooks)
+}
+"""
+
+
+def load_guard() -> None:
+    """Compile GUARD once for each build of torch, and load it: before torch itself."""
+    home = Path(importlib.util.find_spec("torch").origin).parent
+    key = hashlib.sha256(f"{GUARD}{home}".encode()).hexdigest()[:12]
+    library = Path(tempfile.gettempdir(), f"pretend_gpu_{os.getuid()}_{key}.so")
+    if not library.exists():
+        part = f"{library}.{os.getpid()}"
+        flags = f"-shared -fPIC -std=c++20 -I{home}/include -x c++ - -o {part}"
+        link = f"-L{home}/lib -Wl,-rpath,{home}/lib -lc10 -ltorch_cpu"
+        command = ["g++", *flags.split(), *link.split()]
+        subprocess.run(command, input=GUARD, text=True, check=True)
+        Path(part).rename(library)
+    ctypes.CDLL(str(library))
+
+
+if "torch" not in sys.modules:
+    load_guard()
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._python_dispatch import (  # noqa: E402
+    TorchDispatchMode,
+    return_and_correct_aliasing,
+)
+
+aten, GPU = torch.ops.aten, torch.device("cuda", 0)
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on cuda:0; `numbers` has them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, numbers):
+        like = {"dtype": numbers.dtype, "layout": numbers.layout, "device": GPU}
+        like |= {"strides": numbers.stride(), "storage_offset": numbers.storage_offset()}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, numbers.size(), **like)
+        tensor.numbers = numbers
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return dispatch(func, types, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"OnGPU({self.numbers!r})"
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def numpy(self, **_):
+        raise TypeError("cuda:0 tensors have no numpy array")
+
+    def untyped_storage(self):
+        return self.numbers.untyped_storage()
+
+    def data_ptr(self):
+        return self.numbers.data_ptr()
+
+    def record_stream(self, _stream):
+        pass
+
+    def is_pinned(self, *_):
+        return False
+
+    def __deepcopy__(self, memo):
+        copy = self.detach().clone().requires_grad_(self.requires_grad)
+        return torch.nn.Parameter(copy, self.requires_grad) if hasattr(self, "_is_param") else copy
+
+    def __reduce_ex__(self, protocol):
+        return torch.Tensor.to, (self.detach().cpu(), "cuda")
+
+
+class Everywhere(TorchDispatchMode):
+    """Sees operations without a tensor on the GPU too: those that make one there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return dispatch(func, types, args, kwargs or {}, self)
+
+
+def wide_product(left, right, out_dtype):
+    """mm with out_dtype: bfloat16 or float16 factors, summed and returned in float32."""
+    if left.dtype != right.dtype or left.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError(f"mm with out_dtype takes no {left.dtype} and {right.dtype}")
+    return (left.float() @ right.float()).to(out_dtype)
+
+
+def wide_sum(total, left, right, out_dtype, *, out=None):
+    if total.dtype != out_dtype or (out is not None and out.dtype != out_dtype):
+        raise RuntimeError(f"addmm with out_dtype {out_dtype} takes no {total.dtype}")
+    result = total + wide_product(left, right, out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+CUDA_ONLY = {
+    aten.mm.dtype: wide_product,
+    aten.addmm.dtype: wide_sum,
+    aten.addmm.dtype_out: wide_sum,
+}
+MOVES = (aten._to_copy.default, aten.copy_.default)
+INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+INDEXING += (aten._index_put_impl_.default,)
+TAKE_NUMBERS = (*INDEXING, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
+
+
+class Facts:
+    """What an operation's schema says, which is slow to read: kept for each operation."""
+
+    def __init__(self, func):
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        self.composed = has_kernel(func.name(), "CompositeImplicitAutograd")
+        arguments, returns = func._schema.arguments, func._schema.returns
+        self.names = [a.name for a in arguments]
+        self.written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
+        self.view = any(r.alias_info and not r.alias_info.is_write for r in returns)
+        self.takes_numbers = torch.Tag.pointwise in func.tags or func in TAKE_NUMBERS
+
+
+facts = functools.cache(Facts)
+
+
+def tensors_in(value) -> list:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def refuse_mixtures(func, args, kwargs, tensors) -> None:
+    """CUDA refuses CPU tensors, but as indices and, unwritten, as numbers without a dimension."""
+    on_gpu = [isinstance(x, OnGPU) for x in tensors]
+    if all(on_gpu) or not any(on_gpu) or func in MOVES or func.namespace == "c10d":
+        return
+    known = facts(func)
+    for name, value in (dict(zip(known.names, args)) | kwargs).items():
+        for x in tensors_in(value):
+            index = name == "indices" and func in INDEXING
+            number = x.dim() == 0 and known.takes_numbers and name not in known.written
+            if not (isinstance(x, OnGPU) or index or number):
+                raise RuntimeError(f"{func}: {name} is on {x.device}, others are on cuda:0")
+
+
+def dispatch(func, types, args, kwargs, mode=None):
+    if any(t not in (OnGPU, torch.Tensor, torch.nn.Parameter) for t in types):
+        return NotImplemented  # a DTensor and the like: it unwraps itself and comes back
+    tensors = tensors_in((args, kwargs))
+    gpu = {id(x.numbers): x for x in tensors if isinstance(x, OnGPU)}
+    device = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+    if not gpu and device != "cuda":
+        return func(*args, **kwargs)
+    if facts(func).composed:
+        with mode or contextlib.nullcontext():  # inference mode hands composed operations over
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+    refuse_mixtures(func, args, kwargs, tensors)
+    if facts(func).view and torch.is_inference_mode_enabled() and not tensors[0].is_inference():
+        with torch.inference_mode(False):  # the view of a tensor that autograd knows is one too
+            return OnGPU.__torch_dispatch__(func, types, args, kwargs)
+    plain_args, plain = pytree.tree_map_only(OnGPU, lambda x: x.numbers, (args, kwargs))
+    if device is not None:
+        plain["device"] = "meta" if device == "meta" else "cpu"
+    out = CUDA_ONLY.get(func, func)(*plain_args, **plain)
+    if func is aten._to_copy.default and id(out) in gpu:
+        out = out.clone()  # a move makes a copy
+    from_gpu = bool(gpu) if device is None else device == "cuda"
+    if func is aten._local_scalar_dense.default or not (from_gpu or func is aten.copy_.default):
+        return out
+    known = gpu | {id(x): x for x in tensors if not isinstance(x, OnGPU)}
+    result = pytree.tree_map_only(
+        torch.Tensor, lambda x: known[id(x)] if id(x) in known else OnGPU(x), out
+    )
+    if any(x.shape != x.numbers.shape or x.stride() != x.numbers.stride() for x in gpu.values()):
+        return return_and_correct_aliasing(func, args, kwargs, result)  # unsqueeze_ and the like
+    return result
+
+
+class Stream:
+    """A stream, or an event: everything is done when it is asked for."""
+
+    device, cuda_stream, stream_id, priority = GPU, 0, 0, 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def install() -> None:
+    """From here on torch.cuda finds one GPU."""
+    answers = {"is_available": True, "device_count": 1, "current_device": 0, "memory_reserved": 0}
+    answers |= {"memory_allocated": 0, "max_memory_allocated": 0, "manual_seed": None}
+    answers |= {"mem_get_info": (60 * 10**9, 80 * 10**9), "_is_in_bad_fork": False}
+    answers |= {"get_device_name": "pretended", "get_device_capability": (9, 0)}
+    answers |= {"current_stream": Stream(), "default_stream": Stream(), "_lazy_init": None}
+    answers |= {"is_current_stream_capturing": False, "manual_seed_all": None}
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        answers[name] = None
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.ExternalStream = Stream
+    torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes, then moves
+    torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
+    real = dist.init_process_group
+    dist.init_process_group = lambda backend=None, **options: real(
+        backend and backend.replace("nccl", "gloo"), **options
+    )
+    Everywhere().__enter__()
+
+
+if __name__ == "__main__":
+    install()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,87 @@
+"""Training, resuming, every method and evaluation on a GPU that is none (pretend_gpu.py)."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or torch.version.cuda is not None or not shutil.which("g++"),
+    reason="needs g++ and a build of torch for CPUs",
+)
+
+PROGRAM = """
+import torch, distributed, eval, rollout, stapo
+assert distributed.device().type == "cuda" and not torch.zeros(1).is_cuda
+try:
+    torch.zeros(2, device="cuda") + torch.zeros(2)
+    raise SystemExit("cuda and cpu tensors were added")
+except RuntimeError:
+    pass
+for line in FLAGS.strip().splitlines():
+    program, *flags = line.split()
+    {"stapo": stapo, "eval": eval}[program].main(flags)
+"""
+TINY = """--data tests/tiny/train.jsonl --instruction= --batch_size 4 --mini_batch_size 2
+    --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
+
+
+def run(flags: str, folder: Path) -> None:
+    program = folder / "program.py"
+    program.write_text(f"FLAGS = '''{flags}'''\n{PROGRAM}")
+    command = [sys.executable, "tests/pretend_gpu.py", str(program)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
+    done = subprocess.run(command, timeout=240, **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def qwen2(tmp_path):
+    """A family whose configuration has no head_dim."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests" / "tiny")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    folder = tmp_path / "qwen2"
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **ids, bos_token_id=None)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+METHODS = "justrl grpo 20-entropy full-mask high-entropy random".split()
+
+
+def test_everything_runs_on_cuda(tmp_path, qwen2):
+    """A run that is resumed, evaluated with a verifier; every other method on the other family."""
+    output, common = tmp_path / "run", " ".join(TINY.split())
+    train = f"stapo {common} --model tests/tiny --save_every 1 --dump_every 1 --output {output}"
+    judge = f"--verifier {qwen2} --limit 1 --samples 2 --instruction= --max_new_tokens 6"
+    other = f"stapo {common} --model {qwen2} --steps 1 --save_every 0 --output {tmp_path}"
+    lines = [
+        f"{train} --steps 1",
+        f"{train} --steps 2 --resume True",
+        f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {judge} "
+        f"--output {tmp_path}/eval",
+        *(f"{other}/{method} --method {method}" for method in METHODS),
+    ]
+    run("\n".join(lines), tmp_path)
+    assert [line["step"] for line in metrics(output)] == [1, 2]
+    assert len(list((output / "dumps").iterdir())) == 2
+    (verdicts,) = (tmp_path / "eval").glob("verdicts-*.jsonl")
+    assert verdicts.read_text() and (tmp_path / "eval" / "scores.json").exists()
+    for method in METHODS:
+        (line,) = metrics(tmp_path / method)
+        assert line["entropy"] > 0 and line["skipped_updates"] == 0
