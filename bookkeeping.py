@@ -34,10 +34,21 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import HfArgumentParser
+from transformers.utils import logging
 
 import distributed
 from distributed import all_max, all_sum, barrier, broadcast, rank, world_size
-from rollout import Episode, InputError, Model, Response, Tokenizer, generator, to_text
+from rollout import (
+    Episode,
+    InputError,
+    Model,
+    Response,
+    Tokenizer,
+    encode_prompt,
+    generator,
+    load_problems,
+    to_text,
+)
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -117,6 +128,43 @@ def check_flags(cfg: Any) -> None:
     need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
     whole = cfg.mini_batch_size % world_size() == 0
     need("mini_batch_size", whole, f"not a multiple of {world_size()} ranks")
+
+
+# ----------------------------------------------------------------------- what a run begins with
+
+
+def training_problems(cfg: Any, tokenizer: Tokenizer) -> list[dict]:
+    """[{"problem", "answer", "prompt_ids"}] with the prompts that are too long dropped aloud."""
+    progress = f"reading {cfg.data}" if rank() == 0 else None
+    problems = load_problems(cfg.data, whole_rows=bool(cfg.reward), progress=progress)
+    for problem in problems:
+        problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
+    kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
+    if not kept:
+        raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
+    if rank() == 0:
+        dropped = len(problems) - len(kept)
+        print(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
+    return kept
+
+
+def load_policies(
+    cfg: Any, checkpoint: Path | None
+) -> tuple[Model, Model | None, Optimizer | None]:
+    """The policy, the reference of GRPO's KL, and AdamW; of a checkpoint where there is one."""
+    model = distributed.load_policy(str(checkpoint or cfg.model))
+    with_kl = cfg.method == "grpo" and cfg.beta > 0
+    reference = distributed.load_policy(cfg.model) if with_kl else None
+    logging.disable_progress_bar()  # the bars of loading are welcome, those of saving are not
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if cfg.lr == 0:  # measures the model and leaves it as it is
+        return model, reference, None
+    options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    if checkpoint:
+        load_optimizer(checkpoint, model, optimizer)
+    return model, reference, optimizer
 
 
 # --------------------------------------------------------------------- a run and its directory

@@ -23,12 +23,10 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from transformers.utils import logging
 
 import bookkeeping
 import distributed
@@ -43,9 +41,7 @@ from rollout import (
     Model,
     Response,
     Tokenizer,
-    encode_prompt,
     generator,
-    load_problems,
     load_tokenizer,
     mix_seed,
     pad_batch,
@@ -225,14 +221,14 @@ def stapo_loss(
     right when the call sees all of it.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
-    thresholds = {"tau_p": tau_p, "q": q, "tau_h": tau_h}
-    silenced = spurious_mask(logp, advantages, entropy, mask, **thresholds)  # (B, T)
-    clip = {"eps_low": eps_low, "eps_high": eps_high}
+    tokens = logp, advantages, entropy, mask
+    candidates = spurious_mask(*tokens, tau_p=tau_p, tau_h=float("inf"))  # (B, T)
+    silenced = spurious_mask(*tokens, tau_p=tau_p, q=q, tau_h=tau_h)  # (B, T)
     keep = mask & ~silenced  # (B, T): the paper's I
+    clip = {"eps_low": eps_low, "eps_high": eps_high}
     loss = clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=num_kept)
-    thresholds["tau_h"] = float("inf")
     metrics = {
-        "candidates": spurious_mask(logp, advantages, entropy, mask, **thresholds).sum(),
+        "candidates": candidates.sum(),
         "silenced": silenced.sum(),
         "entropy_sum": entropy.detach().masked_fill(~mask, 0.0).sum(),
         **ratio_sums(logp, old_logp, advantages, mask, **clip),
@@ -451,21 +447,6 @@ def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], c
 # ============================================================= collecting a rollout batch, Sec. 2.2
 
 
-def training_problems(cfg: Config, tokenizer: Tokenizer) -> list[dict]:
-    """[{"problem", "answer", "prompt_ids"}] with the prompts that are too long dropped aloud."""
-    progress = f"reading {cfg.data}" if rank() == 0 else None
-    problems = load_problems(cfg.data, whole_rows=bool(cfg.reward), progress=progress)
-    for problem in problems:
-        problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
-    kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
-    if not kept:
-        raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
-    if rank() == 0:
-        dropped = len(problems) - len(kept)
-        print(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
-    return kept
-
-
 def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]:
     """Which problems step 1, 2, ... trains on: epochs of shuffles, a pure function of the seed."""
     first = (step - 1) * batch_size
@@ -509,10 +490,9 @@ def collect(
     if all_max(int(stop.asked)):
         return []
     rewards = [reward(r.text, problem) for r, problem in zip(responses, chosen, strict=True)]
-    rewards = torch.tensor(rewards).nan_to_num(nan=-1.0)  # what cannot be graded is not right
-    advantages = group_advantages(rewards.view(-1, cfg.group_size)).flatten()  # (P, G) -> (P G,)
-    rows = zip(chosen, responses, rewards.tolist(), advantages.tolist(), strict=True)
-    episodes = [Episode(*row) for row in rows]
+    groups = torch.tensor(rewards).view(-1, cfg.group_size)  # (P, G)
+    advantages = group_advantages(groups).flatten().tolist()  # (P G,)
+    episodes = list(map(Episode, chosen, responses, rewards, advantages))
     for e, logp, entropy, collision in token_statistics(model, episodes, cfg):
         e.logp, e.entropy, e.collision = logp, entropy, collision
         e.old_logp = logp
@@ -525,46 +505,27 @@ def collect(
 def entropy_metrics(episodes: list[Episode]) -> dict[str, float]:
     """Token entropy under pi_old over every rank's responses, in nats, and the sampling check."""
     entropy = all_cat(torch.cat([e.entropy for e in episodes]))
-    percents = torch.tensor([50, 80, 95, 99])
-    quantiles = quantile(entropy, percents.double() / 100).tolist()
-    named = {f"entropy_p{p}": h for p, h in zip(percents.tolist(), quantiles, strict=True)}
     old_logp = all_cat(torch.cat([e.old_logp for e in episodes]))
     gap, z = sampling_gap(old_logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
-    named |= {"sampling_gap": float(gap), "sampling_z": float(z)}
-    return {"entropy": float(entropy.double().mean()), **named}
+    shares = torch.tensor([0.5, 0.8, 0.95, 0.99], dtype=torch.float64)
+    names = ("entropy_p50", "entropy_p80", "entropy_p95", "entropy_p99")
+    named = dict(zip(names, quantile(entropy, shares).tolist(), strict=True))
+    named |= {"entropy": float(entropy.double().mean())}
+    return named | {"sampling_gap": float(gap), "sampling_z": float(z)}
 
 
 # ============================================================================== the training loop
-
-
-def load_policies(
-    cfg: Config, checkpoint: Path | None
-) -> tuple[Model, Model | None, Optimizer | None]:
-    """The policy, the reference of GRPO's KL, and AdamW; of a checkpoint where there is one."""
-    model = distributed.load_policy(str(checkpoint or cfg.model))
-    with_kl = cfg.method == "grpo" and cfg.beta > 0
-    reference = distributed.load_policy(cfg.model) if with_kl else None
-    logging.disable_progress_bar()  # the bars of loading are welcome, those of saving are not
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if cfg.lr == 0:  # measures the model and leaves it as it is
-        return model, reference, None
-    options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    if checkpoint:
-        bookkeeping.load_optimizer(checkpoint, model, optimizer)
-    return model, reference, optimizer
 
 
 def train(cfg: Config) -> None:
     """Algorithm 1, --steps times."""
     bookkeeping.check_flags(cfg)
     tokenizer = load_tokenizer(cfg.model)
-    problems = training_problems(cfg, tokenizer)
+    problems = bookkeeping.training_problems(cfg, tokenizer)
     reward = load_reward(cfg.reward)
     suite = evaluation.load_benchmarks(cfg.eval_benchmarks) if cfg.eval_every else {}
     run = Run(cfg)
-    model, reference, optimizer = load_policies(cfg, run.checkpoint)
+    model, reference, optimizer = bookkeeping.load_policies(cfg, run.checkpoint)
     for step in run.steps():
         # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
         mini_batches = collect(model, tokenizer, problems, step, cfg, reward, run.stop)
@@ -607,8 +568,7 @@ def main(argv: list[str] | None = None) -> None:
     distributed.start()
     try:
         cfg = bookkeeping.parse_flags(Config, __doc__.split("\n")[0], argv)
-        if cfg.threads:
-            torch.set_num_threads(cfg.threads)
+        torch.set_num_threads(cfg.threads or torch.get_num_threads())
         train(cfg)
     except (InputError, RewardError, OSError) as error:  # wrong flags, a full disk
         sys.exit(f"stapo.py: {error}" if rank() == 0 else 1)

@@ -113,7 +113,7 @@ def test_cases_are_what_they_say(folder):
     assert lines["no-candidates"]["candidates"] == 0
     assert lines["idle-ranks"]["zero_advantage_fraction"] == 0.5
     assert lines["nothing-to-learn"]["clip_low"] is None
-    assert lines["poisoned"]["loss"] is None and lines["not-a-number"]["reward"] is not None
+    assert lines["poisoned"]["loss"] is None
 
 
 def test_14b_is_cut_into_64_shards():
