@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import distributed
 from rollout import load_model, load_tokenizer
 
 torch.set_num_threads(1)
@@ -15,6 +16,13 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
 # The six benchmarks are no part of the repository: the tests that read them skip without this.
 BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request, monkeypatch):
+    """Whatever is not about CUDA runs on the CPU, also on a machine with a GPU: same numbers."""
+    if "cuda" not in request.node.name:
+        monkeypatch.setattr(distributed, "device", lambda: torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,12 @@ def total_bytes(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+@pytest.fixture(autouse=True)
+def bench_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(bench, "CUDA", False)
+    monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
+
+
 @pytest.fixture
 def model():
     return bench.random_model(quick=True)

@@ -20,7 +20,7 @@ import bookkeeping
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
 TIMINGS = ("rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_gb")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def make_folder(folder: Path) -> Path:

@@ -356,7 +356,9 @@ def test_memory_stays_flat_over_200_steps(tmp_path):
     flags = FLAGS.replace("--steps 2 --batch_size 4", "--steps 200 --batch_size 2")
     code = f"import stapo; stapo.main({('@tests/tiny/args ' + flags).split()!r} + "
     code += f"['--group_size', '2', '--max_new_tokens', '8', '--output', '{tmp_path}/run'])"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     peaks = [json.loads(row)["peak_memory_gb"] for row in rows]
     assert len(peaks) == 200 and peaks[-1] < 1.05 * peaks[40]
