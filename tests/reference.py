@@ -4,8 +4,6 @@ Everything is float64, one response at a time and without padding; nothing of th
 imported. The tokens of a mini-batch are flat, (N,), response after response.
 """
 
-import math
-
 import torch
 
 
@@ -49,36 +47,30 @@ def row_stats(model, response):
 # ------------------------------------------------------------------- the objective of each method
 
 
-def quantile(values, q):
-    return values.quantile(q) if len(values) else torch.tensor(-math.inf)
-
-
-def candidates_and_silenced(method, logp, advantages, entropy, noise, tau_p, q, quantile_over):
-    """(N,) bool each: what S2T looks at, and what it takes away; nothing for other methods."""
-    nothing = torch.zeros(len(logp), dtype=torch.bool)
-    if method not in ("stapo", "full-mask", "high-entropy", "random"):
-        return nothing, nothing
+def candidates_and_silenced(method, logp, advantages, rank_by, *, tau_p, q, quantile_over):
+    """(N,) bool each: what S2T looks at, and what it takes away; rank_by is the entropy in STAPO."""
     candidates = (advantages > 0) & (logp.exp() < tau_p)
-    if method == "full-mask":
+    if method not in ("stapo", "full-mask", "high-entropy", "random"):
+        candidates = torch.zeros_like(candidates)
+    if method == "full-mask" or not candidates.any():
         return candidates, candidates
-    key = {"stapo": entropy, "high-entropy": -entropy, "random": noise}[method]
-    among = key if quantile_over == "all" else key[candidates]
-    return candidates, candidates & (key < quantile(among, q))
+    among = rank_by if quantile_over == "all" else rank_by[candidates]
+    return candidates, candidates & (rank_by < among.quantile(q))
 
 
-def mini_batch(
+def method_loss(
     model,
     responses,
     advantages,
     old_logp,
     *,
     method,
-    noise=None,
-    ref_logp=None,
+    noise=(),
+    ref_logp=(),
+    beta=0.001,
     tau_p=0.002,
     q=0.75,
     quantile_over="candidates",
-    beta=0.001,
 ):
     """-J of a method on a mini-batch, with its graph, and the sums behind the metrics.
 
@@ -87,20 +79,18 @@ def mini_batch(
     lengths = [len(response.ids) for response in responses]
     stats = zip(*(row_stats(model, response) for response in responses))
     logp, entropy, _ = map(torch.cat, stats)  # (N,) each
-    a = torch.tensor(advantages).double().repeat_interleave(torch.tensor(lengths))
+    a = torch.tensor(advantages, dtype=torch.float64)
+    a = a.repeat_interleave(torch.tensor(lengths))  # A_i of each token
     rho = (logp - torch.cat(old_logp)).exp()
     low, high = (0.8, 1.2) if method == "grpo" else (0.8, 1.28)
     objective = torch.minimum(rho * a, rho.clamp(low, high) * a)
+    rank_by = {"high-entropy": -entropy, "random": torch.cat(noise) if noise else None}
+    thresholds = {"tau_p": tau_p, "q": q, "quantile_over": quantile_over}
     candidates, silenced = candidates_and_silenced(
-        method,
-        logp.detach(),
-        a,
-        entropy.detach(),
-        torch.cat(noise) if noise else None,
-        *(tau_p, q, quantile_over),
+        method, logp, a, rank_by.get(method, entropy), **thresholds
     )
     if method == "20-entropy":  # few tokens carry a gradient, all of them are counted
-        loss = -objective[entropy >= quantile(entropy, 0.8)].sum() / len(a)
+        loss = -objective[entropy >= entropy.quantile(0.8)].sum() / len(a)
     elif method == "grpo":
         log_r = torch.cat(ref_logp) - logp
         objective = objective - beta * (log_r.exp() - log_r - 1)
@@ -108,7 +98,7 @@ def mini_batch(
     else:
         loss = -objective[~silenced].sum() / (~silenced).sum()
     # without a KL term, responses with A = 0 have no gradient and are left out of the passes
-    forwarded = torch.ones_like(silenced) if method == "grpo" else a != 0
+    forwarded = torch.ones_like(silenced) if method == "grpo" and beta else a != 0
     return loss, {
         "candidates": int(candidates.sum()),
         "silenced": int(silenced.sum()),

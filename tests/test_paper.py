@@ -12,7 +12,7 @@ import statistics
 import pytest
 import torch
 from conftest import TINY
-from reference import drawn, logit_stats, mini_batch, row_logits, row_stats
+from reference import drawn, logit_stats, method_loss, row_logits, row_stats
 from transformers import AutoModelForCausalLM
 
 import rollout
@@ -257,7 +257,7 @@ def replay_update(model, reference, optimizer, episodes, old, cfg) -> dict[str, 
         ref_logp = [row_stats(reference, response)[0] for response in kl]
     options = {key: getattr(cfg, key) for key in ("method", "tau_p", "q", "quantile_over", "beta")}
     old_logp = [old[id(e)] for e in episodes]
-    loss, sums = mini_batch(model, responses, advantages, old_logp, ref_logp=ref_logp, **options)
+    loss, sums = method_loss(model, responses, advantages, old_logp, ref_logp=ref_logp, **options)
     optimizer.zero_grad()
     loss.backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 from datasets import Dataset
-from reference import mini_batch, row_stats
+from reference import method_loss, row_stats
 from transformers import AutoModelForCausalLM
 
 import bookkeeping
@@ -69,11 +69,11 @@ def assert_update_is_the_reference(model, episodes, options, **flags):
 
     options go to the reference, flags to the project.
     """
-    logps = [[getattr(e, name) for e in episodes] for name in ("old_logp", "noise", "ref_logp")]
-    responses, advantages = zip(*((e.response, e.advantage) for e in episodes))
-    names = {"noise": logps[1], "ref_logp": logps[2]}
+    names = ("response", "advantage", "old_logp", "noise", "ref_logp")
+    columns = [[getattr(e, name) for e in episodes] for name in names]
+    data, given = columns[:3], {"noise": columns[3], "ref_logp": columns[4]}
     model.zero_grad()
-    loss, sums = mini_batch(model, responses, advantages, logps[0], **names, **options)
+    loss, sums = method_loss(model, *data, **given, **options)
     loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     got, totals = gradient_of(model, episodes, **flags)
