@@ -48,7 +48,7 @@ def row_stats(model, response):
 
 
 def candidates_and_silenced(method, logp, advantages, rank_by, *, tau_p, q, quantile_over):
-    """(N,) bool each: what S2T looks at, and what it takes away; rank_by is the entropy in STAPO."""
+    """(N,) bool each: what S2T looks at and what it takes away. STAPO ranks by the entropy."""
     candidates = (advantages > 0) & (logp.exp() < tau_p)
     if method not in ("stapo", "full-mask", "high-entropy", "random"):
         candidates = torch.zeros_like(candidates)
