@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from conftest import ROOT, TINY
-from test_loss import drawn
+from reference import drawn
 
 import stapo
 from stapo import quantile, stapo_loss

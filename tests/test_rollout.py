@@ -7,19 +7,13 @@ import pytest
 import torch
 import transformers
 from conftest import BENCHMARKS, TINY
+from reference import plain_head
 from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
 from rollout import Response, encode_prompt, head_stats, load_problems, sample, stop_ids
 
 # --------------------------------------------------------------------------------------- scoring
-
-
-def plain_head(hidden, weight, targets):
-    """Full logits in float64."""
-    logp = (hidden.double() @ weight.double().T).log_softmax(-1)
-    chosen = logp.gather(1, targets[:, None]).squeeze(1)
-    return chosen, -(logp.exp() * logp).sum(-1), (2 * logp).exp().sum(-1)
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -92,66 +86,6 @@ def test_token_stats_against_float64(random_model, tied, side):
         torch.testing.assert_close(
             ours[name].double(), parameter.grad, atol=1e-4 * scale, rtol=1e-3
         )
-
-
-def sampled_logits(tiny, tokenizer):
-    """(N, V) float64 logits and (N,) sampled tokens of the tiny model."""
-    prompts = [encode_prompt(tokenizer, f"Q: {i}+7-3=?", "") for i in range(2, 18)]
-    logits, tokens = [], []
-    for r in sample(tiny, tokenizer, prompts, max_new_tokens=60):
-        with torch.no_grad():
-            out = tiny(torch.tensor([r.prompt_ids + r.ids])).logits[0].double()
-        logits.append(out[len(r.prompt_ids) - 1 : -1])
-        tokens += r.ids
-    return torch.cat(logits), torch.tensor(tokens)
-
-
-def test_gradient_norm_lemma_and_bounds(tiny, tokenizer):
-    """Sec. 3.2: the norm of d J / d a by autograd, its exact form, and the theorem's bounds."""
-    logits, tokens = sampled_logits(tiny, tokenizer)
-    n, vocab = logits.shape
-    advantages = torch.where(torch.arange(n) % 2 == 0, 1.6, -0.5).double()
-    logits.requires_grad_()
-    logp = logits.log_softmax(-1)
-    chosen = logp.gather(1, tokens[:, None])
-    offsets = 0.5 * torch.randn(n, 1, generator=torch.Generator().manual_seed(0)).double()
-    from stapo import clipped_loss
-
-    old, every = chosen.detach() - offsets, torch.ones(n, 1, dtype=torch.bool)
-    (-clipped_loss(chosen, old, advantages, every, num_kept=1)).backward()
-    squared = (logits.grad**2).sum(-1)
-    rho, logp, p = offsets.exp().squeeze(1), logp.detach(), chosen.detach().exp().squeeze(1)
-    flat = ((advantages > 0) & (rho > 1.28)) | ((advantages < 0) & (rho < 0.8))
-    w = torch.where(flat, 0.0, rho * advantages)
-    assert 0 < flat.sum() < n > 200
-    collision, entropy = (2 * logp).exp().sum(-1), -(logp.exp() * logp).sum(-1)
-    torch.testing.assert_close(squared, w**2 * (1 - 2 * p + collision), atol=1e-12, rtol=1e-9)
-    c_v = (vocab - 1) / (vocab * math.log(vocab) ** 2)
-    assert (squared >= w**2 * (1 - 2 * p + (-entropy).exp()) - 1e-12).all()
-    assert (squared <= w**2 * (2 - 2 * p - c_v * entropy**2) + 1e-12).all()
-    # and token_stats' collision probability is the one in the lemma
-    low = p < 0.01
-    assert squared[low & ~flat].div(w[low & ~flat] ** 2).min() > squared[p > 0.9].max()
-
-
-def test_entropy_change_lemma(tiny, tokenizer):
-    """Sec. 3.2: natural policy gradient is a += eta A on the logits; entropy follows the lemma."""
-    logits, _ = sampled_logits(tiny, tokenizer)
-    logits = logits[:: max(1, len(logits) // 40)]
-    advantages = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).double()
-    logp = logits.log_softmax(-1)
-    p = logp.exp()
-
-    def entropy(a):
-        return -(a.softmax(-1) * a.log_softmax(-1)).sum(-1)
-
-    centred_logp = logp - (p * logp).sum(-1, keepdim=True)
-    centred_a = advantages - (p * advantages).sum(-1, keepdim=True)
-    for eta in (1e-3, 1e-4):
-        predicted = (-eta * p * centred_logp * centred_a).sum(-1)  # the lemma, over all y
-        change = entropy(logits + eta * advantages) - entropy(logits)
-        assert (change - predicted).abs().max() < 20 * eta**2  # first order: the rest is eta^2
-        assert predicted.abs().max() > 1e-2 * eta
 
 
 # -------------------------------------------------------------------------------------- sampling

@@ -1,0 +1,110 @@
+"""What the tests compare with: token statistics from whole logits, and each method's objective.
+
+Everything is float64, one response at a time and without padding; nothing of the project is
+imported. The tokens of a mini-batch are flat, (N,), response after response.
+"""
+
+import torch
+
+
+def drawn(seed: int = 0, rows: int = 6, width: int = 9):
+    """Random (logp, old_logp, advantages, entropy, mask) with plenty of candidates and clips."""
+    g = torch.Generator().manual_seed(seed)
+    logp = -8 * torch.rand(rows, width, generator=g)
+    old_logp = logp + 0.4 * torch.randn(rows, width, generator=g)
+    advantages = torch.tensor([1.6, -0.5, 0.0, 0.9, -1.2, 2.5])[:rows]
+    entropy = 2 * torch.rand(rows, width, generator=g)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=g)
+    return logp, old_logp, advantages, entropy, torch.arange(width) < lengths
+
+
+# ------------------------------------------------------------------------------ token statistics
+
+
+def logit_stats(logits, targets):
+    """(N, V), (N,) -> ln pi(y), entropy in nats, sum of squared probabilities: (N,) float64."""
+    logp = logits.double().log_softmax(-1)
+    chosen = logp.gather(1, targets[:, None]).squeeze(1)
+    return chosen, -(logp.exp() * logp).sum(-1), (2 * logp).exp().sum(-1)
+
+
+def plain_head(hidden, weight, targets):
+    """The same of hidden states (N, H) and the weight (V, H) of an output head."""
+    return logit_stats(hidden.double() @ weight.double().T, targets)
+
+
+def row_logits(model, response):
+    """(T, V): the logits that predict each token of one response."""
+    ids = torch.tensor([response.prompt_ids + response.ids])
+    return model(ids).logits[0, len(response.prompt_ids) - 1 : -1]
+
+
+def row_stats(model, response):
+    """logp, entropy and collision of each token of one response: (T,), all with gradient."""
+    return logit_stats(row_logits(model, response), torch.tensor(response.ids))
+
+
+# ------------------------------------------------------------------- the objective of each method
+
+
+def candidates_and_silenced(method, logp, advantages, rank_by, *, tau_p, q, quantile_over):
+    """(N,) bool each: what S2T looks at and what it takes away. STAPO ranks by the entropy."""
+    candidates = (advantages > 0) & (logp.exp() < tau_p)
+    if method not in ("stapo", "full-mask", "high-entropy", "random"):
+        candidates = torch.zeros_like(candidates)
+    if method == "full-mask" or not candidates.any():
+        return candidates, candidates
+    among = rank_by if quantile_over == "all" else rank_by[candidates]
+    return candidates, candidates & (rank_by < among.quantile(q))
+
+
+def method_loss(
+    model,
+    responses,
+    advantages,
+    old_logp,
+    *,
+    method,
+    noise=(),
+    ref_logp=(),
+    beta=0.001,
+    tau_p=0.002,
+    q=0.75,
+    quantile_over="candidates",
+):
+    """-J of a method on a mini-batch, with its graph, and the sums behind the metrics.
+
+    advantages: a float for each response; old_logp, noise, ref_logp: (T,) for each response.
+    """
+    lengths = [len(response.ids) for response in responses]
+    stats = zip(*(row_stats(model, response) for response in responses))
+    logp, entropy, _ = map(torch.cat, stats)  # (N,) each
+    a = torch.tensor(advantages, dtype=torch.float64)
+    a = a.repeat_interleave(torch.tensor(lengths))  # A_i of each token
+    rho = (logp - torch.cat(old_logp)).exp()
+    low, high = (0.8, 1.2) if method == "grpo" else (0.8, 1.28)
+    objective = torch.minimum(rho * a, rho.clamp(low, high) * a)
+    rank_by = {"high-entropy": -entropy, "random": torch.cat(noise) if noise else None}
+    thresholds = {"tau_p": tau_p, "q": q, "quantile_over": quantile_over}
+    candidates, silenced = candidates_and_silenced(
+        method, logp, a, rank_by.get(method, entropy), **thresholds
+    )
+    if method == "20-entropy":  # few tokens carry a gradient, all of them are counted
+        loss = -objective[entropy >= entropy.quantile(0.8)].sum() / len(a)
+    elif method == "grpo":
+        log_r = torch.cat(ref_logp) - logp
+        objective = objective - beta * (log_r.exp() - log_r - 1)
+        loss = -sum(tokens.mean() for tokens in objective.split(lengths)) / len(lengths)
+    else:
+        loss = -objective[~silenced].sum() / (~silenced).sum()
+    # without a KL term, responses with A = 0 have no gradient and are left out of the passes
+    forwarded = torch.ones_like(silenced) if method == "grpo" and beta else a != 0
+    return loss, {
+        "candidates": int(candidates.sum()),
+        "silenced": int(silenced.sum()),
+        "clip_low": int(((a < 0) & (rho < low)).sum()),
+        "clip_high": int(((a > 0) & (rho > high)).sum()),
+        "tokens": int(forwarded.sum()),
+        "ratio_sum": float(rho.detach()[forwarded].sum()),
+        "loss": float(loss.detach()),
+    }

@@ -1,0 +1,327 @@
+"""The paper's mathematics, in the paper's order: printed values, loops in float64, autograd.
+
+Open this beside the paper. Each test is named by the section that it checks and by what it shows:
+
+    python -m pytest -v tests/test_paper.py
+"""
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from conftest import TINY
+from reference import drawn, logit_stats, method_loss, row_logits, row_stats
+from transformers import AutoModelForCausalLM
+
+import rollout
+import stapo
+from stapo import clipped_loss, group_advantages, grpo_loss, spurious_mask, stapo_loss
+
+# ------------------------------------------------------------------ Sec. 2.2: advantages and GRPO
+
+PRINTED = {1: 2.47, 2: 1.62, 3: 1.21, 4: 0.94, 5: 0.72, 6: 0.54, 7: 0.35}
+
+
+@pytest.mark.parametrize(("right", "printed"), PRINTED.items())
+def test_2_2_advantages_are_those_printed_in_the_appendix(right, printed):
+    """Eight responses to a prompt, 1 to 7 of them right: A of a right one, to two decimals."""
+    rewards = torch.tensor([[1.0] * right + [-1.0] * (8 - right)])
+    advantages = group_advantages(rewards)
+    assert round(float(advantages[0, 0]), 2) == printed
+    assert float(advantages.sum()) == pytest.approx(0, abs=1e-5)
+
+
+def test_2_2_equal_rewards_have_no_advantage():
+    tenths = torch.tensor([[0.1] * 8])
+    assert tenths.std(1) != 0  # rounding: a comparison of the std with 0 would not see it
+    assert (group_advantages(tenths) == 0).all()
+    advantages = group_advantages(torch.tensor([[-1.0] * 8, [1.0, *[-1.0] * 7]]))
+    assert (advantages[0] == 0).all() and (advantages[1] != 0).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_2_2_grpo_equals_a_loop(seed):
+    """A mean over the tokens of each response, then over responses; the KL in the same mean."""
+    logp, old_logp, advantages, _, mask = drawn(seed)
+    ref_logp = logp + 0.3 * torch.randn(logp.shape, generator=torch.Generator().manual_seed(9))
+    loss = grpo_loss(logp, old_logp, ref_logp, advantages, mask, eps=0.2, beta=0.1, num_responses=6)
+    expected = 0.0
+    for i in range(6):
+        tokens, total = [t for t in range(mask.shape[1]) if mask[i, t]], 0.0
+        for t in tokens:
+            a, rho = float(advantages[i]), math.exp(float(logp[i, t] - old_logp[i, t]))
+            r = math.exp(float(ref_logp[i, t] - logp[i, t]))
+            total += min(rho * a, min(max(rho, 0.8), 1.2) * a) - 0.1 * (r - math.log(r) - 1)
+        expected -= total / len(tokens) / 6
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+
+
+# ---------------------------------------------------------------- Sec. 2.3 and 3.1: the objective
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rho", "objective", "slope"),
+    [
+        (2.0, 1.5, 2.56, 0.0),  # right and already likelier: clipped at 1.28
+        (2.0, 0.5, 1.0, 1.0),  # right and less likely: pushed up, never clipped
+        (-2.0, 1.5, -3.0, -3.0),  # wrong and likelier: pushed down, never clipped
+        (-2.0, 0.5, -1.6, 0.0),  # wrong and already less likely: clipped at 0.8
+        (2.0, 1.1, 2.2, 2.2),
+        (-2.0, 0.9, -1.8, -1.8),
+    ],
+)
+def test_2_3_four_quadrants_of_the_clip(advantage, rho, objective, slope):
+    """By hand: the objective is min(rho A, clip(rho) A), its slope in ln pi is rho A or 0."""
+    logp = torch.tensor([[math.log(0.4)]], requires_grad=True)
+    args = logp.detach() - math.log(rho), torch.tensor([advantage]), torch.ones(1, 1)
+    loss, metrics = stapo_loss(logp, *args, torch.ones(1, 1, dtype=torch.bool))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-objective, rel=1e-5)
+    assert float(logp.grad) == pytest.approx(-slope, rel=1e-5)
+    assert bool(metrics["clip_high"]) == (advantage > 0 and rho > 1.28)
+    assert bool(metrics["clip_low"]) == (advantage < 0 and rho < 0.8)
+    assert float(metrics["ratio_sum"]) == pytest.approx(rho, rel=1e-5)
+
+
+def by_loop(logp, old_logp, advantages, entropy, mask, tau_p, q, eps_low=0.2, eps_high=0.28):
+    """STAPO's loss and gradient, token by token in Python floats (float64)."""
+    tokens = [(i, t) for i in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[i, t]]
+    p = {it: math.exp(float(logp[it])) for it in tokens}
+    candidates = [it for it in tokens if float(advantages[it[0]]) > 0 and p[it] < tau_p]
+    ordered = sorted(float(entropy[it]) for it in candidates)
+    tau_h = -math.inf
+    if ordered:
+        place = q * (len(ordered) - 1)
+        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+        tau_h = below + (above - below) * (place - math.floor(place))
+    kept = [it for it in tokens if not (it in candidates and float(entropy[it]) < tau_h)]
+    total, gradient = 0.0, torch.zeros(mask.shape, dtype=torch.float64)
+    for i, t in kept:
+        a, rho = float(advantages[i]), math.exp(float(logp[i, t]) - float(old_logp[i, t]))
+        clipped = min(max(rho, 1 - eps_low), 1 + eps_high)
+        total += min(rho * a, clipped * a)
+        flat = (a > 0 and rho > 1 + eps_high) or (a < 0 and rho < 1 - eps_low)
+        gradient[i, t] = 0.0 if flat else -rho * a / len(kept)
+    return -total / max(1, len(kept)), gradient, len(candidates), len(tokens) - len(kept)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("tau_p", "q"), [(0.002, 0.75), (0.1, 0.5), (0.0, 0.75)], ids=["paper", "other", "JustRL"]
+)
+def test_3_1_loss_and_gradient_equal_a_loop(seed, tau_p, q):
+    """With tau_p = 0 nothing is silenced and STAPO is JustRL."""
+    logp, *rest = drawn(seed)
+    logp.requires_grad_()
+    loss, metrics = stapo_loss(logp, *rest, tau_p=tau_p, q=q)
+    loss.backward()
+    value, gradient, candidates, silenced = by_loop(logp.detach(), *rest, tau_p, q)
+    assert float(loss.detach()) == pytest.approx(value, abs=1e-5)
+    torch.testing.assert_close(logp.grad.double(), gradient, atol=1e-6, rtol=1e-4)
+    assert (int(metrics["candidates"]), int(metrics["silenced"])) == (candidates, silenced)
+    assert int(metrics["tokens"]) == int(rest[-1].sum())
+    entropies = rest[2][rest[3]].double()
+    assert float(metrics["entropy_sum"]) == pytest.approx(float(entropies.sum()), rel=1e-5)
+
+
+# --------------------------------------------------------- Sec. 3.2: the lemmas and their theorem
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_model, tokenizer):
+    """Tokens that the tiny model sampled: ids (N,), full logits (N, V), and token_stats of them.
+
+    The three statistics are the project's own: float32, from one padded batch.
+    """
+    prompts = [rollout.encode_prompt(tokenizer, f"Q: {i}+7-3=?", "") for i in range(2, 34)]
+    responses = rollout.sample(tiny_model, tokenizer, prompts, max_new_tokens=60)
+    *batch, mask = rollout.pad_batch(responses)
+    with torch.no_grad():
+        logits = torch.cat([row_logits(tiny_model, r) for r in responses]).double()
+        stats = [s[mask].double() for s in rollout.token_stats(tiny_model, *batch, mask)]
+    return torch.tensor([i for r in responses for i in r.ids]), logits, stats
+
+
+def test_3_2_gradient_norm_lemma_and_the_theorems_bounds(sampled):
+    """||dJ/da||^2 by autograd = w^2 (1 - 2 p + sum pi^2), and lies between the bounds of H.
+
+    The right sides hold for float64 statistics to rounding, and for token_stats' to float32's.
+    """
+    tokens, logits, ours = sampled
+    n, vocab = logits.shape
+    advantages = torch.where(torch.arange(n) % 2 == 0, 1.6, -0.5).double()
+    logits = logits.clone().requires_grad_()
+    exact = logit_stats(logits, tokens)
+    offsets = 0.5 * torch.randn(n, 1, generator=torch.Generator().manual_seed(0)).double()
+    chosen, every = exact[0][:, None], torch.ones(n, 1, dtype=torch.bool)
+    loss = clipped_loss(chosen, chosen.detach() - offsets, advantages, every, num_kept=1)
+    (-loss).backward()
+    squared = logits.grad.square().sum(-1)  # (N,): every token is a response, num_kept is 1
+    rho = offsets.exp().squeeze(1)
+    flat = ((advantages > 0) & (rho > 1.28)) | ((advantages < 0) & (rho < 0.8))
+    w = torch.where(flat, 0.0, rho * advantages)
+    assert 0 < flat.sum() < n > 200
+    c_v = (vocab - 1) / (vocab * math.log(vocab) ** 2)
+    for (logp, entropy, collision), atol in (([s.detach() for s in exact], 1e-12), (ours, 2e-5)):
+        p = logp.exp()
+        torch.testing.assert_close(squared, w**2 * (1 - 2 * p + collision), atol=atol, rtol=1e-9)
+        assert (squared >= w**2 * (1 - 2 * p + (-entropy).exp()) - atol).all()
+        assert (squared <= w**2 * (2 - 2 * p - c_v * entropy**2) + atol).all()
+        low = p < 0.01
+        assert squared[low & ~flat].div(w[low & ~flat] ** 2).min() > squared[p > 0.9].max()
+
+
+def entropy_of(logits):
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def test_3_2_entropy_change_lemma(sampled):
+    """A natural policy gradient step is a += eta A on the logits; entropy follows the lemma."""
+    _, logits, _ = sampled
+    logits = logits[:: max(1, len(logits) // 40)]
+    advantages = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).double()
+    logp = logits.log_softmax(-1)
+    p = logp.exp()
+    centred_logp = logp - (p * logp).sum(-1, keepdim=True)
+    centred_a = advantages - (p * advantages).sum(-1, keepdim=True)
+    for eta in (1e-3, 1e-4):
+        predicted = (-eta * p * centred_logp * centred_a).sum(-1)  # the lemma, over all y
+        change = entropy_of(logits + eta * advantages) - entropy_of(logits)
+        assert (change - predicted).abs().max() < 20 * eta**2  # first order: the rest is eta^2
+        assert predicted.abs().max() > 1e-2 * eta
+
+
+def test_3_2_rewarding_an_unlikely_token_raises_the_entropy(sampled):
+    """The lemma with A on the sampled token y alone: dH = -eta A p (ln p + H).
+
+    p and H are token_stats' own. Where ln p < -H, which every rare token fulfils, H rises.
+    """
+    tokens, logits, (logp, entropy, _) = sampled
+    eta_a = 1e-3 * 1.6
+    only_y = torch.nn.functional.one_hot(tokens, logits.shape[1])
+    change = entropy_of(logits + eta_a * only_y) - entropy_of(logits)
+    predicted = -eta_a * logp.exp() * (logp + entropy)
+    assert (change - predicted).abs().max() < eta_a**2 < 1e-2 * predicted.abs().max()
+    rare = logp.exp() < 0.01
+    assert rare.sum() > 1 and (change[rare] > 0).all() and (change < 0).any()
+
+
+# ------------------------------------------------------------------------------ Sec. 3.3: the mask
+
+
+@pytest.mark.parametrize(("candidates", "silenced"), [(0, 0), (1, 0), (2, 1), (4, 3), (8, 6)])
+def test_3_3_three_quarters_of_the_candidates_are_silenced(candidates, silenced):
+    logp = torch.full((2, 10), math.log(0.5))
+    logp[0, :candidates] = math.log(0.001)
+    logp[1] = math.log(0.001)  # a wrong response has no candidates
+    entropy = torch.rand(2, 10)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    found = spurious_mask(logp, torch.tensor([1.0, -1.0]), entropy, mask)
+    assert found.sum() == silenced and found.dtype == torch.bool and not found[1].any()
+    if silenced:  # the lowest entropies go
+        assert entropy[found].max() < entropy[0, :candidates][~found[0, :candidates]].min()
+
+
+def test_3_3_the_three_comparisons_are_strict():
+    logp = torch.tensor([[0.001, 0.0015, 0.01]]).log()
+    entropy, mask = torch.tensor([[0.2, 0.3, 0.1]]), torch.ones(1, 3, dtype=torch.bool)
+    a = torch.ones(1)
+    assert spurious_mask(logp, a, entropy, mask, tau_h=0.3).tolist() == [[True, False, False]]
+    assert spurious_mask(logp, a, entropy, mask, tau_h=math.inf).tolist() == [[True, True, False]]
+    assert not spurious_mask(logp, a, entropy, mask, tau_p=0.0).any()
+    assert not spurious_mask(logp, 0 * a, entropy, mask, tau_h=math.inf).any()
+    assert not spurious_mask(logp, a, entropy, mask, tau_p=0.001, tau_h=math.inf)[0, 1:].any()
+    assert spurious_mask(logp, a, entropy, mask, q=1.0).sum() == 1  # the highest is kept
+    assert not spurious_mask(0 * logp, a, entropy, mask, tau_p=1.0, tau_h=math.inf).any()
+
+
+# --------------------------------------------------------------- Sec. 3.3: Algorithm 1, replayed
+
+RUN = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 3 --batch_size 16
+    --mini_batch_size 4 --group_size 4 --max_new_tokens 48 --warmup_steps 4 --lr 1e-3
+    --weight_decay 20 --grad_clip 0.05 --tau_p 0.4 --q 0.5 --tokens_per_micro_batch 300"""
+
+
+def replay_update(model, reference, optimizer, episodes, old, cfg) -> dict[str, float]:
+    """One optimiser step on a mini-batch, and the sums behind its metrics."""
+    rewards = [e.reward for e in episodes]
+    groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
+    means = [statistics.mean(group) for group in groups for _ in group]
+    stds = [statistics.stdev(group) or 1.0 for group in groups for _ in group]
+    advantages = [(r - mean) / std for r, mean, std in zip(rewards, means, stds)]
+    responses = [e.response for e in episodes]
+    with torch.no_grad():
+        kl = responses if cfg.method == "grpo" else []
+        ref_logp = [row_stats(reference, response)[0] for response in kl]
+    options = {key: getattr(cfg, key) for key in ("method", "tau_p", "q", "quantile_over", "beta")}
+    old_logp = [old[id(e)] for e in episodes]
+    loss, sums = method_loss(model, responses, advantages, old_logp, ref_logp=ref_logp, **options)
+    optimizer.zero_grad()
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    for p in model.parameters():
+        p.grad *= min(1.0, cfg.grad_clip / max(norm, 1e-9))
+    optimizer.step()
+    return sums | {"grad_norm": norm}
+
+
+def replay(collected, cfg):
+    """The weights and metrics that the paper's algorithm gives on the responses of a run."""
+    model, reference = (AutoModelForCausalLM.from_pretrained(TINY) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=cfg.weight_decay)
+    lines = []
+    for step, mini_batches in enumerate(collected, start=1):
+        with torch.no_grad():
+            old = {id(e): row_stats(model, e.response)[0] for batch in mini_batches for e in batch}
+        lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / cfg.warmup_steps)
+        updates = [replay_update(model, reference, optimizer, b, old, cfg) for b in mini_batches]
+        total = {key: sum(update[key] for update in updates) for key in updates[0]}
+        tokens = sum(len(e.response.ids) for batch in mini_batches for e in batch)
+        line = {"tokens": tokens, "candidates": total["candidates"], "silenced": total["silenced"]}
+        line |= {"silenced_fraction": total["silenced"] / tokens, "lr": lr}
+        line |= {key: total[key] / total["tokens"] for key in ("clip_low", "clip_high")}
+        line |= {"ratio_mean": total["ratio_sum"] / total["tokens"]}
+        lines.append(line | {key: total[key] / len(updates) for key in ("loss", "grad_norm")})
+    return model, lines
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--method stapo",
+        "--method stapo --quantile_over all --q 0.97",
+        "--method 20-entropy",
+        "--method grpo --beta 0.3",
+    ],
+)
+def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, flags):
+    """Advantages, mask, loss, clipping, schedule, AdamW and metrics, from the equations alone."""
+    collected, looked_at, collect, look = [], [], stapo.collect, stapo.statistics_pass
+    spy = lambda *x: (collected.append(collect(*x)), collected[-1])[1]  # noqa: E731
+    monkeypatch.setattr(stapo, "collect", spy)
+    spy_look = lambda *x: (looked_at.append(x[1]), look(*x))[1]  # noqa: E731
+    monkeypatch.setattr(stapo, "statistics_pass", spy_look)
+    stapo.main([*RUN.split(), *flags.split(), "--output", str(tmp_path)])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    later = [batch for batches in collected for batch in batches[1:]]
+    assert [id(b) for b in looked_at] == [id(b) for b in later] and len(later) == 9
+    cfg = stapo.Config(**json.loads((tmp_path / "config.json").read_text()))
+    model, expected = replay(collected, cfg)
+    within = {"candidates": 1, "silenced": 1, "lr": 0}
+    for line, wanted, batches in zip(lines, expected, collected, strict=True):
+        close = {k: pytest.approx(v, rel=0.01, abs=within.get(k, 2e-4)) for k, v in wanted.items()}
+        assert {key: line[key] for key in wanted} == close
+        responses = [e.response for batch in batches for e in batch]
+        cut = [len(r.ids) == 48 and r.ids[-1] != 0 for r in responses]
+        assert line["truncated_fraction"] == sum(cut) / len(cut)
+    if cfg.method == "stapo":
+        assert sum(line["silenced"] for line in lines) > 10
+    assert sum(line["truncated_fraction"] for line in lines) > 0
+    saved = tmp_path / "checkpoints" / "step_000003"
+    rollout.load_tokenizer(str(saved))
+    start, end = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (TINY, saved))
+    moved = torch.cat([(end[k] - start[k]).flatten() for k in start])
+    apart = torch.cat([(end[k] - v).flatten() for k, v in model.state_dict().items()])
+    assert float(apart.norm() / moved.norm()) < 0.02 and float(moved.norm()) > 0.5
