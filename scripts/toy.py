@@ -141,7 +141,7 @@ def main() -> None:
             axes.plot(curves.mean(0), label=method)
             axes.fill_between(range(curves.shape[1]), curves.amin(0), curves.amax(0), alpha=0.2)
     axes.set(yscale="log", xlabel="step", ylabel="entropy of the fillers (nats)")
-    axes.legend(fontsize="small", frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, fontsize="small", frameon=False)
     figure.savefig(args.figure, dpi=100)
 
 
