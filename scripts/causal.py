@@ -1,0 +1,176 @@
+"""What the gradient of the silenced tokens alone does to the tiny model in one step.
+
+    python scripts/causal.py
+
+Every batch is sampled from the same model, pi_old. Four sets of its tokens are taken in turn: those
+that STAPO silences, the candidates that it keeps, as many other tokens of right answers drawn at
+random, and what the rule would silence if wrong answers were the right ones. The model takes one
+plain gradient step up the objective over one set alone (a mean over its tokens), is measured on
+every response token of the batch, and is put back. Prints mean ± standard deviation over batches.
+"""
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from reward import math_reward
+from rollout import (
+    Model,
+    Tokenizer,
+    encode_prompt,
+    load_model,
+    load_problems,
+    load_tokenizer,
+    pad_batch,
+    sample,
+    token_stats,
+)
+from stapo import clipped_loss, group_advantages, spurious_mask
+
+GROUP = 8
+COLUMNS = {  # key of one_step: heading of the table, factor
+    "tokens": ("tokens in the set", 1),
+    "factor": ("logit-gradient factor", 1),
+    "norm": ("parameter-gradient norm", 1),
+    "kl": ("KL(pi_old, pi_new), 1e-6 nats", 1e6),
+    "change": ("entropy change, all tokens, 1e-3 nats", 1e3),
+    "own": ("entropy change, the set's tokens, 1e-3 nats", 1e3),
+    "lemma": ("the lemma's, per unit of eta, 1e-3 nats", 1e3),
+    "same_sign": ("same sign as the lemma's, % of the set", 100),
+}
+
+
+class Batch(NamedTuple):
+    ids: Tensor  # (B, L) long, prompt and response, right-padded
+    attention: Tensor  # (B, L) bool
+    mask: Tensor  # (B, L) bool, True on the N response tokens
+    advantages: Tensor  # (B,)
+    log_pi: Tensor  # (N, V) float64, ln pi_old in the context of every response token
+
+
+def collect(model: Model, tokenizer: Tokenizer, problems: list[dict], seed: int) -> Batch:
+    """GROUP sampled responses to each problem, with their advantages."""
+    rows = [row for row in problems for _ in range(GROUP)]
+    prompts = [encode_prompt(tokenizer, row["problem"], "") for row in rows]
+    responses = sample(model, tokenizer, prompts, max_new_tokens=80, seed=seed)
+    rewards = [math_reward(r.text, row["answer"]) for r, row in zip(responses, rows)]
+    advantages = group_advantages(torch.tensor(rewards).view(-1, GROUP)).flatten()
+    ids, attention, mask = pad_batch(responses)
+    return Batch(ids, attention, mask, advantages, log_policy(model, ids, mask))
+
+
+@torch.no_grad()
+def log_policy(model: Model, ids: Tensor, mask: Tensor) -> Tensor:
+    """ln pi in the context of every token of mask, row by row: (N, V) float64."""
+    logits = [model(ids[i : i + 64]).logits for i in range(0, len(ids), 64)]
+    return torch.cat(logits)[:, :-1][mask[:, 1:]].double().log_softmax(-1)
+
+
+def entropies(log_pi: Tensor) -> Tensor:
+    return -(log_pi.exp() * log_pi).sum(-1)  # nats: (N, V) -> (N,)
+
+
+def token_sets(model: Model, batch: Batch) -> dict[str, Tensor]:
+    """The four sets, each (B, L) bool."""
+    with torch.no_grad():
+        logp, entropy, _ = token_stats(model, *batch[:3])
+    given = entropy, batch.mask
+    silenced = spurious_mask(logp, batch.advantages, *given)
+    candidates = spurious_mask(logp, batch.advantages, *given, tau_h=math.inf)
+    others = (batch.mask & (batch.advantages > 0)[:, None] & ~candidates).nonzero()
+    drawn = others[torch.randperm(len(others))[: int(silenced.sum())]]
+    at_random = torch.zeros_like(silenced)
+    at_random[tuple(drawn.T)] = True
+    return {
+        "silenced": silenced,
+        "kept candidates": candidates & ~silenced,
+        "others of right answers": at_random,
+        "rare tokens of wrong answers": spurious_mask(logp, -batch.advantages, *given),
+    }
+
+
+def gradient(model: Model, batch: Batch, chosen: Tensor) -> list[Tensor]:
+    """dJ / d theta at pi_theta = pi_old, with J the mean over the `chosen` (B, L) tokens alone."""
+    rows = chosen.any(1)  # the others have no part in J
+    logp, _, _ = token_stats(model, batch.ids[rows], batch.attention[rows], chosen[rows])
+    loss = clipped_loss(logp, logp.detach(), batch.advantages[rows], chosen[rows])
+    return [-grad for grad in torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def entropy_lemma(log_pi: Tensor, words: Tensor, advantages: Tensor) -> Tensor:
+    """Sec. 3.2, entropy change under a natural gradient step, per unit of its rate eta: (N,).
+
+    The sum over all words y of -pi(y) [ln pi(y) - E ln pi] [A(y) - E A], where A is 0 for every
+    word but the sampled one: -pi(y) [ln pi(y) + H] A of that word.
+    """
+    logp = log_pi.gather(1, words[:, None]).squeeze(1)
+    return -logp.exp() * (logp + entropies(log_pi)) * advantages
+
+
+def one_step(model: Model, batch: Batch, chosen: Tensor, lr: float) -> dict[str, Tensor]:
+    """Step up J over `chosen`, measure all tokens of the batch, step back. Values are 0-dim."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    grads = gradient(model, batch, chosen)
+    with torch.no_grad():
+        for parameter, grad in zip(model.parameters(), grads):
+            parameter += lr * grad
+        new = log_policy(model, batch.ids, batch.mask)
+        for parameter, value in zip(model.parameters(), before):
+            parameter.copy_(value)
+    old, own, words = batch.log_pi, chosen[batch.mask], batch.ids[chosen]
+    advantages = batch.advantages[:, None].expand_as(chosen)[chosen]
+    change = entropies(new) - entropies(old)  # (N,)
+    predicted = entropy_lemma(old[own], words, advantages)
+    pi = old[own].exp()
+    p = pi.gather(1, words[:, None]).squeeze(1)
+    return {
+        "tokens": own.sum(),
+        "factor": (1 - 2 * p + pi.square().sum(1)).sqrt().mean(),
+        "norm": torch.stack([grad.norm() for grad in grads]).norm(),
+        "kl": (old.exp() * (old - new)).sum(1).mean(),
+        "change": change.mean(),
+        "own": change[own].mean(),
+        "lemma": predicted.mean(),
+        "same_sign": (change[own].sign() == predicted.sign()).double().mean(),
+    }
+
+
+def main() -> None:
+    tiny = Path(__file__).resolve().parent.parent / "tests" / "tiny"
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=64, help=f"a batch, {GROUP} responses each")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0, help="of the first batch")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(str(tiny)), load_tokenizer(str(tiny))
+    problems = load_problems(str(tiny / "train.jsonl"))
+    found = defaultdict(list)  # set -> what one_step measured, for each batch that has such tokens
+    for seed in range(args.seed, args.seed + args.batches):
+        order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(seed))
+        chosen = [problems[i] for i in order[: args.prompts]]
+        batch = collect(model, tokenizer, chosen, seed)
+        for name, tokens in token_sets(model, batch).items():
+            if tokens.any():
+                found[name].append(one_step(model, batch, tokens, args.lr))
+    print("| step on | entropy up in | " + " | ".join(h for h, _ in COLUMNS.values()) + " |")
+    print("|---" * (len(COLUMNS) + 2) + "|")
+    for name, steps in found.items():
+        cells = [name, f"{sum(bool(s['change'] > 0) for s in steps)} of {len(steps)}"]
+        for key, (_, factor) in COLUMNS.items():
+            values = factor * torch.stack([step[key] for step in steps]).double()
+            spread = float(f"{values.std():.2g}")  # 120, where :.2g alone writes 1.2e+02
+            cells.append(f"{values.mean():.3g} ± {spread:g}")
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
