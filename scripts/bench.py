@@ -65,6 +65,7 @@ QWEN3 = {
         "tie_word_embeddings": tied,
     }
     for name, hidden, layers, heads, intermediate, tied in (
+        ("0.6B", 1024, 28, 16, 3072, True),
         ("1.7B", 2048, 28, 16, 6144, True),
         ("8B", 4096, 36, 32, 12288, False),
         ("14B", 5120, 40, 40, 17408, False),
@@ -826,29 +827,41 @@ def bytes_per_gpu(
         2 * words * hidden + 6 * root_size,
     )
     held["update"] = states + 2 * root_size + max(moments)
-    held["rollout"] = states + held["gathered"]
+    held["rollout"] = states - held["gradients"] + held["gathered"]
     return held
 
 
-def slots_that_fit(shape: dict, gpus: int, response_tokens: int = 1024 + 15360) -> int:
-    """What rollout.rows_that_fit finds on a GPU of 80 GB that holds nothing else."""
+def slots_that_fit(
+    shape: dict, gpus: int, response_tokens: int = 1024 + 15360, card: float = 80e9
+) -> int:
+    """What rollout.rows_that_fit finds on a GPU of `card` bytes that holds nothing else."""
     per_row = rollout.bytes_per_row(Qwen3Config(**shape), response_tokens, 2)
-    return int(max(0, 0.8 * (80e9 - bytes_per_gpu(shape, gpus)["rollout"])) / per_row)
+    return int(max(0, 0.8 * (card - bytes_per_gpu(shape, gpus)["rollout"])) / per_row)
+
+
+CARDS = (  # model, GPUs, GB of each
+    *(("0.6B", 1, 24), ("0.6B", 1, 48), ("1.7B", 1, 24), ("1.7B", 1, 48), ("1.7B", 1, 80)),
+    *(("1.7B", 4, 24), ("1.7B", 8, 80), ("8B", 8, 48), ("8B", 8, 80), ("8B", 64, 80)),
+    *(("14B", 8, 80), ("14B", 64, 80)),
+)
 
 
 def memory_table() -> str:
-    """Markdown: GB (1e9 bytes) on each of 1 to 64 GPUs of 80 GB, at the default flags."""
-    keys = ("weights", "gradients", "adamw", "inputs", "layer", "head", "update", "gathered")
-    heading = (*keys[:3], "layer inputs", "one layer", "head", "**update peak**", "gathered bf16")
-    heading = ("model", "GPUs", *heading, "cache a row", "rows that fit", "fits")
+    """Markdown: GB (1e9 bytes) on each GPU at the default flags, and the checkpoint's on disk."""
+    heading = ("model", "GPUs x GB", "weights, gradients, AdamW", "peak of an update")
+    heading += ("a rollout without its cache", "rows of 16,384 tokens", "rows of 5,120")
+    heading += ("fits", "checkpoint")
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
-    for name, shape in QWEN3.items():
-        for gpus in (1, 8, 16, 64):
-            held = bytes_per_gpu(shape, gpus)
-            fit = slots_that_fit(shape, gpus)
-            verdict = "yes" if held["update"] <= 80e9 and fit else "no"
-            numbers = [f"{held[key] / 1e9:.1f}" for key in (*keys, "cache")]
-            lines.append(f"| {name} | {gpus} | {' | '.join(numbers)} | {fit} | {verdict} |")
+    for name, gpus, card in CARDS:
+        shape = QWEN3[name]
+        held = bytes_per_gpu(shape, gpus)
+        states = held["weights"] + held["gradients"] + held["adamw"]
+        fit = [slots_that_fit(shape, gpus, tokens, 1e9 * card) for tokens in (16384, 5120)]
+        fits = "yes" if held["update"] <= 0.95e9 * card and fit[0] else "no"
+        cells = [f"{x / 1e9:.1f}" for x in (states, held["update"], held["rollout"])]
+        disk = 3 * bytes_per_gpu(shape, 1)["weights"] / 1e9  # float32 weights and two moments
+        cells += [*map(str, fit), fits, f"{disk:.0f}"]
+        lines.append(f"| {name} | {gpus} x {card} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
