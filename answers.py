@@ -24,9 +24,11 @@ Units are dropped, not compared: 15 cm^3 counts for 15 cm^2.
 
 import cmath
 import functools
+import itertools
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -36,14 +38,16 @@ MAX_STEPS = 2_500  # tokens taken in one reading
 MAX_BITS = 4_096  # size of an exact number; 100! / 2^50 and 10^100 fit
 MAX_UNORDERED = 32  # longer lists are compared in order
 TOLERANCE = 1e-9  # relative: far above rounding, far below 1.5 against 1.50001
+MAX_FLOOR_TOKENS = 20_000  # tokens of all sample points at which floors are compared
+SMALL_POINTS = 12  # sample points with small integers, where floors are compared
 INFINITY = 1.7e300  # stands for \infty and keeps -\infty apart from it
 
 # ---- cleaning: one spelling for what LaTeX, Unicode and plain text write in many ---------------
 
 _UNICODE = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∞": "\\infty "}
 _UNICODE |= {"√": " sqrt ", "π": "\\pi ", "∪": "\\cup ", "∈": "\\in ", "’": "'", "′": "'"}
-_UNICODE |= {"²": "^{2}", "³": "^{3}", "£": " ", "€": " "}
-_UNICODE |= {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx "}
+_UNICODE |= {"²": "^{2}", "³": "^{3}", "£": " ", "€": " ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}"}
+_UNICODE |= {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "≡": "\\equiv "}
 _UNICODE = str.maketrans(_UNICODE | dict.fromkeys("\u00a0\u2009\u202f~\t\r\n", " "))
 _FUNCTIONS = {
     **{"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "cot": lambda x: 1 / cmath.tan(x)},
@@ -52,12 +56,32 @@ _FUNCTIONS = {
     **{"sinh": cmath.sinh, "cosh": cmath.cosh, "tanh": cmath.tanh, "exp": cmath.exp},
     **{"log": cmath.log, "ln": cmath.log, "lg": cmath.log10},  # log alone is natural
 }
-_TEXT = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{([^{}]*)\}"
+_NUMBER_WORDS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6}
+_NUMBER_WORDS |= {"billion": 10**9, "trillion": 10**12}
+_NUMBER_WORD = "|".join(_NUMBER_WORDS)
+_VALUE_WORDS = (  # words that change a value: a text with one of them is no unit
+    "least|most|about|approx[a-z]*|around|roughly|nearly|almost|between|more|less|fewer|greater|"
+    "larger|smaller|over|under|above|below|up|not?|without|except|minus|plus|negative|squared|"
+    "cubed|factorial|reciprocal|root of|multiples?|twice|double|triple|half|halves|quarters?|"
+    rf"(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|(?:{_NUMBER_WORD})(?:th)?)s?"
+)
+_COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
+_INSIDE = r"(?:[^{}]|\{[^{}]*\})*"
+_TEXT = rf"{_COMMAND}({_INSIDE})\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_UNIT = _TEXT.replace("([", "(?:[") + _POWER
-_UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times|\\[,; ])*{_UNIT})*")
-_WORD = rf"\s+(?!(?:and|or|sqrt|{'|'.join(_FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
+_NO_UNIT = rf"[^{{}}]*(?:\b(?:{_VALUE_WORDS})\b|=|(?<![A-Za-z^])(?<!\^-)\d)"
+_UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
+_UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times)*{_UNIT})*")
+_WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(_FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
 _WORD += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|[kM]?eV|k?Pa|k[JN]|in)\b"
+
+
+def _unescaped(match: re.Match) -> str:
+    return match[0].replace("\\\\", "\\")
+
+
+def _joined(match: re.Match) -> str:
+    return re.sub(r"\D", "", match[0])
 
 
 def _repeating(match: re.Match) -> str:
@@ -66,75 +90,130 @@ def _repeating(match: re.Match) -> str:
     return f"(({digits}{period}-{digits})/{'9' * len(period)}{'0' * len(fixed)})"
 
 
-# (text without which the rule has nothing to do, pattern, replacement), applied in order.
+def _multiplied(match: re.Match) -> str:
+    r"""The words of "5 hundred thousand" as a factor; a \text{ in front of them stays."""
+    factor = math.prod(_NUMBER_WORDS[word] for word in re.findall(_NUMBER_WORD, match[2]))
+    return f"*{factor}{match[1] or ' '}"
+
+
+def _without_units(match: re.Match) -> str:
+    r"""The answer without units, or the content of \text where the answer is nothing else.
+
+    A unit between other things leaves \unit..., so that 5 ft 6 in does not become 5 6.
+    """
+    text = match[0].strip()
+
+    def mark(unit: re.Match) -> str:
+        at_an_end = unit.start() == 0 or unit.end() == len(text)
+        return " " if at_an_end else " \\unit" + re.sub("[^A-Za-z]", "", unit[0]) + " "
+
+    if re.search(r"[A-Za-z0-9]", _UNITS.sub("", text)):
+        text = _UNITS.sub(mark, text)
+    return re.sub(_TEXT, r" \1 ", text)
+
+
+_REALS = r"(-\infty,\infty)"
+_QUANTITY = rf"(?<=[\d)}}])\s*({_COMMAND})?((?:\s*\b(?:{_NUMBER_WORD})\b)+)"
+_THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
+_WHOLE = r"(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
+_INDEX = r"\s*(?:\{[^{}]*\}|\w))"
+_TRAILING = rf"(?<=[\d.)}}°%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$"
+
+# (pattern, replacement, an example, the same example after all rules), applied in order. In a
+# pattern, TEXT stands for \text{...} and its kind, and ~ for the end of a command's name.
 _RULES = [
-    ("\\", r"\\\$|(?<!\\)\\[()\[\]]|\\(?:displaystyle|angle)(?![A-Za-z])", " "),  # money, \( \)
-    ("$", r"\$", " "),
-    ("\\", r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
-    ("_", r"_\s*\{?\s*" + _TEXT + r"\s*\}?", r"_{\1}"),
-    ("\\op", r"\\operatorname\s*\{\s*([A-Za-z]+)\s*\}", r"\\\1 "),
-    ("\\mathrm", r"\\mathrm\s*\{\s*([eid])\s*\}", r" \1 "),
-    ("\\", r"\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}", ","),
-    ("\\", r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat)(?![A-Za-z])", " "),
-    ("{", _TEXT, None),  # see _clean
-    ("\\", r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![A-Za-z])", "°"),
-    ("\\prime", r"\^\s*\{?\s*\\prime\s*\}?", "'"),
-    ("\\dot", r"\\dot\s*\{\s*(\\?[A-Za-z]+)\s*\}", r"\1˙"),
-    ("\\ddot", r"\\ddot\s*\{\s*(\\?[A-Za-z]+)\s*\}", r"\1˙˙"),
-    ("", r"(?<=\d)(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*(?=\d{3}(?!\d))", ""),  # thousands: 1{,}234
-    ("\\", r"(?<!\\)\\[,;:!> ]|\\q?quad(?![A-Za-z])", " "),
-    ("\\over", r"(\d*)\.(\d*)\\over(?:line|bar)\s*\{(\d+)\}", _repeating),
-    ("\\", r"\\(?:cdot|times|ast)(?![A-Za-z])", "*"),
-    ("x", r"(?<=\d)\s*x\s*(?=10\s*\^)", "*"),
-    ("**", r"\*\*", "^"),
-    ("\\div", r"\\div(?![A-Za-z])", "/"),
-    (".", r"\b(?:np|numpy|math)\.", ""),
-    ("\\", r"\\[dtc](frac|binom)", r"\\\1"),
-    ("\\", r"(\\frac|\\binom)\s*(\d)", r"\1{\2}"),
-    ("\\", r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-    ("\\frac", r"(?<![\d.^_}/*])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),  # mixed
-    ("/", r"(?<![\d.^_}/*])(\d+) +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)"),
-    ("U", r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup "),
-    ("", rf"(?<=[\d.)}}°%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$", ""),
-    ("", r"\b(?:and|or)\b", ","),
-    (",", r",\s*,", ","),
+    (r"(?s)\A(?!.*(?<!\\)\\begin).*", _unescaped, r"\\frac{1}{4}", r"\frac{1}{4}"),
+    (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:displaystyle|(?:tri)?angle)~", " ", r"\(\angle A\)", "A"),
+    (r"\\(?:left|right|[bB]igg?[lrm]?)~\s*\.?", "", r"\left(1, 2\right]", "(1, 2]"),
+    (r"\{\s*\\rm~", r"\\rm{", r"5 {\rm cm}", "5"),
+    (r"_\s*(?:\{\s*TEXT\s*\}|TEXT)", r"_{\1\2}", r"v_{\text {red}}", r"v_{red}"),
+    (r"\\operatorname\s*\{\s*([A-Za-z]+)\s*\}", r"\\\1 ", r"\operatorname{sin}x", r"\sin x"),
+    (r"\\mathrm\s*\{\s*([eid])\s*\}", r" \1 ", r"2\mathrm{e}", "2 e"),
+    (r"COMMAND\s*,?\s*and\s*,?\s*\}|\band\b", ",", r"1\text{ and }2", "1,2"),
+    (r"COMMAND\s*,?\s*or\s*,?\s*\}|\\(?:lor|vee)~|\bor\b", "∨", r"1\text{ or }2", "1∨2"),
+    (r"(?:COMMAND\s*)?\bper ?cent\b\s*\}?", "%", r"8 \text{ percent}", "8 %"),
+    (_QUANTITY, _multiplied, r"5 \text{ million dollars}", "5*1000000"),
+    (_THOUSANDS, _joined, r"1{,}234\,567", "1234567"),
+    (r"(?<!\\)\\[,;:!> ]|\\q?quad~", " ", r"x\;y\quad z", "x y  z"),
+    (r"(?s).+", _without_units, r"5\,\mathrm{W\,m^{-2}}", "5"),
+    (
+        r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b",
+        r"(-\\infty,\\infty)",
+        r"\mathbb{R}",
+        r"(-\infty,\infty)",
+    ),
+    (r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat)~", " ", r"a \vec{v}", "a  {v}"),
+    (r"\\\{\s*\\\}", r"\\emptyset ", r"\{ \}", r"\emptyset"),
+    (r"(?:\{\s*\}\s*)?\^\s*\{?\s*\\circ\s*\}?|\\degrees?~", "°", r"30^{\circ}", "30°"),
+    (r"\^\s*\{?\s*\\prime\s*\}?", "'", r"y^{\prime}", "y'"),
+    (r"\\dot\s*\{\s*(\\?[A-Za-z]+)\s*\}", r"\1˙", r"\dot{x}", "x˙"),
+    (r"\\ddot\s*\{\s*(\\?[A-Za-z]+)\s*\}", r"\1˙˙", r"\ddot{\theta}_1", r"\theta˙˙_1"),
+    (r"(\d*)\.(\d*)\\over(?:line|bar)\s*\{(\d+)\}", _repeating, r"0.\overline{3}", "((03-0)/9)"),
+    (r"\\(?:cdot|times|ast)~", "*", r"2 \cdot 3", "2 * 3"),
+    (r"(?<=\d)\s*x\s*(?=10\s*\^)", "*", "3 x 10^8", "3*10^8"),
+    (r"\*\*", "^", "2**3", "2^3"),
+    (r"\\div~", "/", r"1 \div 2", "1 / 2"),
+    (r"\b(?:np|numpy|math)\.", "", "np.sin(x)", "sin(x)"),
+    (r"\\[dtc](frac|binom)", r"\\\1", r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    (r"\{(INSIDE)\\choose~(INSIDE)\}", r"\\binom{\1}{\2}", r"{4 \choose 2}", r"\binom{4 }{ 2}"),
+    (r"(\\frac|\\binom)\s*(\d)", r"\1{\2}", r"\frac 1{x}", r"\frac{1}{x}"),
+    (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", r"\frac{1}2", r"\frac{1}{2}"),
+    (_WHOLE + r"\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)", r"1\frac{4}{5}", "(1+4/5)"),
+    (_WHOLE + r" +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)", "137 1/2", "(137+1/2)"),
+    (rf"(?<=[A-Za-z}}])\s*(\^{_INDEX}\s*(_{_INDEX}", r"\2\1", "r^2_1", "r_1^2"),
+    (r"\(\s*(\d+)\s*\)\s*_", r"\1_", "(52)_8", "52_8"),
+    (r"\(\s*(?:\\[bp]?)?mod~\s*([^()]*)\)", r"\\pmod{\1}", "5 (mod 7)", r"5 \pmod {7}"),
+    (r"\\[bp]?mod~|\bmod\b", r"\\pmod ", r"5 \bmod 7", r"5 \pmod  7"),
+    (r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", "(1,2)U(3,4)", r"(1,2)\cup (3,4)"),
+    (_TRAILING, "", "120 miles per hour", "120"),
+    (r",\s*(?=[,∨])", "", "1, 2, and 3", "1, 2, 3"),
+    (r"^\s*\\(?:approx|sim)~", "", r"\approx 3.14", "3.14"),
 ]
-_RULES = [(trigger, re.compile(pattern), new) for trigger, pattern, new in _RULES]
+
+
+_ABBREVIATIONS = {"TEXT": _TEXT, "COMMAND": _COMMAND, "INSIDE": _INSIDE, "~": "(?![A-Za-z])"}
+
+
+def _compiled(pattern: str) -> re.Pattern:
+    for name, meaning in _ABBREVIATIONS.items():
+        pattern = pattern.replace(name, meaning)
+    return re.compile(pattern)
+
+
+_COMPILED = [(_compiled(pattern), new) for pattern, new, _, _ in _RULES]
 
 
 @functools.lru_cache(maxsize=4096)
 def _clean(text: str) -> str:
     text = text.translate(_UNICODE).strip().rstrip(".").strip()
-    for trigger, pattern, new in _RULES:
-        if new is None:
-            # \text beside other content is a unit; an answer that is all \text is the answer.
-            bare = _UNITS.sub(" ", text)
-            text = bare if re.search(r"[A-Za-z0-9]", bare) else pattern.sub(r"\1", text)
-        elif trigger in text:
-            text = pattern.sub(new, text)
-    return text.strip(" =").rstrip(" .,")
+    for pattern, new in _COMPILED:
+        text = pattern.sub(new, text)
+    return text.strip(" =:").rstrip(" .,")
 
 
 # ---- reading: tokens, and a parser that computes -----------------------------------------------
 
-_SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil begin end".split()
+_SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil begin end pmod emptyset".split()
 _COMMANDS = frozenset([*_FUNCTIONS, *_SYMBOLS])
 _TOKEN = re.compile(
     r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
     r"|\\begin\s*\{[a-z]*\}(?:\s*\{[lcr|\s]*\})?|\\end\s*\{[a-z]*\}"
     rf"|\\?(?:{'|'.join(_FUNCTIONS)}|sqrt|pi|infty)(?![A-Za-z])|sqrt(?=\d)"
     r"|(?:\\[A-Za-z]+|[A-Za-z])[˙']*(?:\s*_\s*(?:\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9]))?'*"
-    r"|\\.|\S",
+    r"|[<>]=|(?<![\d)}\]!])!=|\\.|\S",
     re.S,
 )
 _ALIASES = r"""
 \leq ≤ \leqslant ≤ \le ≤ \geq ≥ \geqslant ≥ \ge ≥ \lt < \gt > \ne ≠ \neq ≠ \approx ≈ \in ∈ \cup ∪
+>= ≥ <= ≤ != ≠ \equiv = \varnothing emptyset
 \pm ± \mp ∓ \langle ( \rangle ) \lbrace \{ \rbrace \} \lvert | \rvert | \vert | \mid | \| |
 """.split()
 _ALIASES = dict(zip(_ALIASES[::2], _ALIASES[1::2], strict=True))
 _ALIASES |= {"\\" + name: name for name in _COMMANDS}
 _RELATIONS = frozenset("= < > ≤ ≥ ≠ ≈ ∈ :".split())
-_STOP = _RELATIONS | frozenset(") ] } \\} , ; ∪ + - ± ∓ & \\\\ rfloor rceil end".split()) | {""}
+_STOP = (
+    _RELATIONS | frozenset(") ] } \\} , ; ∨ ∪ + - ± ∓ & \\\\ rfloor rceil end pmod".split()) | {""}
+)
 _CLOSING = {"(": ")]", "[": ")]", "\\{": ("\\}", "}"), "{": ("}", "\\}")}
 
 
@@ -148,14 +227,22 @@ _FAILURES = (ArithmeticError, ValueError, TypeError)  # 1 / 0; _Unreadable; a se
 @dataclass(eq=False)
 class _Form:
     """Anything but one number, by kind: "()", "(]", "[)", "[]" point or interval; "{}" set or list;
-    "∪" union; "=", "<", "≤", "≠" relation; ":" ratio; "_" digits and base; "matrix3" by its width.
+    "∪" union; "=", "<", "≤", "≠" relation; "≈" exact value and its rounding; "mod" number and
+    modulus; ":" ratio; "_" digits and base; "matrix3" by its width.
 
-    `named` marks a relation that only names its right side: x = 5, f(n) = 2n, (x, y) = (1, 2).
+    `name` is what a relation only names: x in x = 5 and x < 5, f(n) in f(n) = 2n, AB in AB = 4.
     """
 
     kind: str
     parts: list
-    named: bool = False
+    name: str = ""
+
+    def __mul__(self, factor):
+        if self.kind != "()" and not self.kind.startswith("matrix") or isinstance(factor, _Form):
+            raise _Unreadable(f"product with {self.kind}")
+        return _Form(self.kind, [_bounded(factor * part) for part in self.parts])
+
+    __rmul__ = __mul__
 
 
 def _tokens(text: str) -> list[str]:
@@ -187,6 +274,8 @@ def _bounded(x):
 
 
 def _divide(a, b):
+    if isinstance(a, _Form):
+        return a * _divide(1, b)
     return _bounded(Fraction(a, b)) if _exact(a) and _exact(b) else a / b
 
 
@@ -212,7 +301,7 @@ def _factorial(x):
 
 def _floor(x) -> int:
     """Floor, where log(1000) / log(10) counts as 3 in spite of rounding."""
-    return math.floor(x if _exact(x) else complex(x).real + TOLERANCE)
+    return math.floor(x if _exact(x) else x + TOLERANCE)
 
 
 def _number(token: str):
@@ -222,15 +311,76 @@ def _number(token: str):
     return Fraction(token)
 
 
+def _rounds(exact, rounded, tokens: list[str]) -> bool:
+    """Whether a number of at least two digits is what `exact`, perhaps an angle, rounds to."""
+    digits = next((t for t in tokens if t[0] in ".0123456789"), "").replace(".", "").lstrip("0")
+    if len(digits) < 2 or isinstance(exact, _Form) or isinstance(rounded, _Form):
+        return False
+    exact = complex(exact).real
+    unit = 10.0 ** (math.floor(math.log10(abs(rounded))) - len(digits) + 1)
+    return any(abs(x - rounded) <= unit * 0.5000001 for x in (exact, math.degrees(exact)))
+
+
+# Sides of an equation that name a value; n stands for a name in them and 1 for a number.
+_NAME = re.compile(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
+_FACTOR = r"(?:n(?:\(-?1(?:,-?1)*\)|\{n+\})?|\[n+\]|\|n+\||frac\{n+\}\{n+\})"
+_NAMED_NUMBER = re.compile(rf"{_FACTOR}+(?:[-+*/]{_FACTOR}+)*")  # AB, f(2), m + n, [ABC], |AB|
+_ANGLE_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc")
+
+
+def _side_names(sides: list[list[str]]) -> list[str]:
+    """What each side of a relation names, "" for a side that is a value."""
+    named = [side[0] if len(side) == 1 and _is_name(side[0]) else "" for side in sides]
+    kinds = "".join(
+        "n" if _is_name(t) or t == "e" or t in _ANGLE_FUNCTIONS else "1" if t[0].isdigit() else t
+        for t in sides[0]
+    )
+    others_are_numbers = not any(_is_name(t) for side in sides[1:] for t in side)
+    if _NAME.fullmatch(kinds) or others_are_numbers and _NAMED_NUMBER.fullmatch(kinds):
+        named[0] = "".join(sides[0])
+    return named
+
+
+def _union(parts: list, name: str = ""):
+    """Sets as one union, in which all points stand in one set."""
+    if not all(isinstance(part, _Form) for part in parts):
+        raise _Unreadable("a union of numbers")
+    parts = [q for p in parts for q in (p.parts if p.kind == "∪" else [p])]
+    points = [x for p in parts if p.kind == "{}" for x in p.parts]
+    parts = [p for p in parts if p.kind != "{}"] + ([_Form("{}", points)] if points else [])
+    return _Form("∪", parts, name) if len(parts) > 1 else parts[0]
+
+
+def _alternatives(parts: list) -> list:
+    """x < 0 or x = 1 as one union; parts that are no conditions on one variable as they are."""
+    names = {part.name if isinstance(part, _Form) else "" for part in parts}
+    if len(names) > 1 or "" in names or all(part.kind == "=" for part in parts):
+        return parts
+    sets = [_Form("{}", part.parts[1:]) if part.kind == "=" else part for part in parts]
+    return [_union(sets)]
+
+
+def _draw(name: str, point: int, domain: str):
+    """The value of a variable at a sample point: any fixed number that depends on both."""
+    seed = zlib.crc32(f"{name} {point}".encode())
+    value = 0.2 + seed / 2**31
+    if "integer" in domain:
+        value = 2 + seed % (37 if point < SMALL_POINTS else 10 ** (point - SMALL_POINTS + 3))
+    return -value if "signed" in domain and seed >> 8 & 1 else value
+
+
 _CONSTANTS = {"pi": math.pi, "infty": INFINITY, "e": math.e, "i": 1j}
 
 
 class _Reader:
-    """Computes the answer that `tokens` spell, at sample point number `point`."""
+    """Computes the answer that `tokens` spell, at sample point number `point`.
 
-    def __init__(self, tokens: list[str], point: int, domain: str):
+    A variable that `values` does not give is drawn; `floors` keeps what floors were taken of.
+    """
+
+    def __init__(self, tokens: list[str], point: int, domain: str, values: dict | None = None):
         self.tokens, self.at, self.steps, self.depth = [*tokens, ""], 0, 0, 0
-        self.point, self.domain, self.variables = point, domain, False
+        self.point, self.domain, self.values, self.floors = point, domain, dict(values or {}), []
         self.sign, self.plus_minus = 1, False  # what ± stands for, and whether one was read
         self.bars = self.angles = 0  # open |, and trigonometric functions around the token
 
@@ -252,8 +402,8 @@ class _Reader:
         return parts[0] if len(parts) == 1 else _Form("{}", parts)
 
     def items(self, expand: bool) -> list:
-        """Comma-separated items. With `expand`, an item with ± becomes two."""
-        parts = []
+        """Items between commas or "or". With `expand`, an item with ± becomes two."""
+        parts, separators = [], set()
         while True:
             start = self.at
             parts.append(self.relation())
@@ -261,57 +411,85 @@ class _Reader:
                 self.at, self.sign = start, -1
                 parts.append(self.relation())
                 self.sign, self.plus_minus = 1, False
-            if self.next not in (",", ";"):
-                return parts
-            self.take()
+            if self.next not in (",", ";", "∨"):
+                return _alternatives(parts) if separators == {"∨"} else parts
+            separators.add(self.take())
 
     def relation(self):
-        start, operators = self.at, []
-        parts = [self.union()]
-        read = self.tokens[start : self.at]  # e may be an eccentricity: e = 1/2
-        kinds = "".join("n" if _is_name(t) or t == "e" else t for t in read)
-        named = [bool(re.fullmatch(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)", kinds))]
-        while self.next in _RELATIONS:
-            operators.append(self.take())
-            named.append(_is_name(self.next) and self.tokens[self.at + 1] in _STOP)
+        parts, sides, operators = [], [], []
+        while True:
+            start = self.at
             parts.append(self.union())
-        if "≈" in operators:  # keep the exact value in "pi ≈ 3.14", the number in "x ≈ 3.14"
-            keep = operators.index("≈") + 1 + (operators[0] == "≈" and named[0] and self.variables)
-            parts, named, operators = parts[:keep], named[:keep], ["="] * (keep - 1)
+            sides.append(self.tokens[start : self.at])
+            if self.next not in _RELATIONS:
+                break
+            operators.append(self.take())
         if not operators:
             return parts[0]
+        names = _side_names(sides)
+        if (
+            "≈" in operators
+        ):  # x ≈ 3.14 names a number; π ≈ 3.14 is π, and 3.14 where that is wanted
+            i = operators.index("≈")
+            if i > 0 or not names[0] or not self.values:
+                rounded = _rounds(parts[i], parts[-1], sides[-1])
+                parts[i] = _Form("≈", [parts[i], parts[-1]]) if rounded else parts[i]
+                parts, names, operators = parts[: i + 1], names[: i + 1], operators[:i]
+            else:
+                parts, names, operators = parts[:2], names[:2], ["="]
+            if not operators:
+                return parts[0]
         if set(operators) == {":"}:
             ratio = [_divide(part, parts[-1]) for part in parts[:-1]]
             return ratio[0] if len(ratio) == 1 else _Form(":", ratio)
-        if operators == ["∈"] and named[0]:
-            return parts[1]
+        if operators == ["∈"] and names[0] and isinstance(parts[1], _Form):
+            return _Form(parts[1].kind, parts[1].parts, names[0])
+        if operators == ["≠"] and any(names):
+            value = parts[1] if names[0] else parts[0]
+            below, above = _Form("()", [-INFINITY, value]), _Form("()", [value, INFINITY])
+            return _Form("∪", [below, above], names[0] or names[1])
         if set(operators) == {"="}:
-            if not named[0]:
-                parts, named = parts[::-1], named[::-1]
-            if not all(_same(part, parts[-1]) for part in parts[1:]):
-                raise _Unreadable("sides of a chain that differ")
-            if _same(parts[0], parts[-1]):
-                return parts[0]  # 2 + 3 = 5 stands for 5
-            return _Form("=", [parts[0], parts[-1]], named[0])
+            return self.equation(parts, names)
+        return self.inequality(parts, names, operators)
+
+    def equation(self, parts: list, names: list[str]):
+        if len(parts) > 2 and all(names[:-1]) and len(set(names)) == len(names):
+            return _Form("{}", [_Form("=", [x, parts[-1]], n) for x, n in zip(parts[:-1], names)])
+        if not names[0]:
+            parts, names = parts[::-1], names[::-1]
+        if not all(_same(part, parts[-1]) for part in parts[1:]):
+            raise _Unreadable("sides of a chain that differ")
+        if _same(parts[0], parts[-1]):
+            return parts[0]  # 2 + 3 = 5 stands for 5
+        return _Form("=", [parts[0], parts[-1]], names[0])
+
+    def inequality(self, parts: list, names: list[str], operators: list[str]):
         if set(operators) <= {">", "≥"}:
-            parts, named = parts[::-1], named[::-1]
+            parts, names = parts[::-1], names[::-1]
             operators = ["<" if op == ">" else "≤" for op in operators[::-1]]
         if set(operators) <= {"<", "≤"}:
-            if len(parts) == 2 and named[0]:  # x < 2 is (-infinity, 2)
-                parts, operators, named = [-INFINITY, *parts], ["<", *operators], [False, *named]
-            elif len(parts) == 2 and named[1]:
+            if len(parts) == 2 and names[0]:  # x < 2 is (-infinity, 2)
+                parts, operators, names = [-INFINITY, *parts], ["<", *operators], ["", *names]
+            elif len(parts) == 2 and names[1]:
                 parts, operators = [*parts, INFINITY], [*operators, "<"]
-            if len(parts) == 3 and named[1]:
+            if len(parts) == 3 and names[1]:
                 ends = ("[" if operators[0] == "≤" else "(") + ("]" if operators[1] == "≤" else ")")
-                return _Form(ends, [parts[0], parts[2]])
+                return _Form(ends, [parts[0], parts[2]], names[1])
         return _Form("".join(operators), parts)
 
     def union(self):
-        parts = [self.sum()]
+        parts = [self.residue()]
         while self.next == "∪":
             self.take()
-            parts.append(self.sum())
-        return parts[0] if len(parts) == 1 else _Form("∪", parts)
+            parts.append(self.residue())
+        return parts[0] if len(parts) == 1 else _union(parts)
+
+    def residue(self):
+        value = self.sum()
+        if self.next != "pmod":
+            return value
+        self.take()
+        return _Form("mod", [value, self.primary()])
 
     def sum(self):
         value = self.product()
@@ -328,24 +506,38 @@ class _Reader:
         return sign
 
     def product(self):
-        sign, first = self.signs(), self.next
-        value = self.power()
+        sign, start = self.signs(), self.at
+        first, value = self.next, self.power()
         if sign < 0:
-            value = -value
+            value = -1 * value
         while True:
             if self.next == "*":
                 self.take()
-                value = _bounded(value * self.signs() * self.power())
+                sign, start = self.signs(), self.at
+                value = _bounded(value * sign * self.power())
             elif self.next == "/":
                 self.take()
-                value = _divide(value, self.signs() * self.power())
+                sign, start = self.signs(), self.at
+                value = _divide(value, sign * self.power())
             elif self.next in _STOP or (self.next == "|" and self.bars):
                 return value
             else:
-                factor = self.power()
+                last, start = start, self.at
+                factor = self.neighbour(last)
                 if isinstance(factor, _Form) and factor.kind in ("(]", "[)") and _is_name(first):
                     return factor  # "t(0,4]" has lost the sign of membership
                 value = _bounded(value * factor)
+
+    def neighbour(self, last: int):
+        """The factor right beside the one that starts at token `last`: no plain number, so that
+        2 3, x 2 and 5° 30 are no products, while 2 x, 2^3 5 and n 2^n are."""
+        before, start = self.tokens[last : self.at], self.at
+        factor = self.power()
+        digits = [t for t in self.tokens[start : self.at] if t not in "{}"]
+        if len(digits) == 1 and digits[0][0] in ".0123456789":
+            if len([t for t in before if t not in "{}°"]) == 1:
+                raise _Unreadable("a number beside a number or a name")
+        return factor
 
     def power(self):
         values = [self.primary()]
@@ -362,6 +554,10 @@ class _Reader:
             elif self.next == "°":
                 self.take()
                 values[-1] = values[-1] * math.pi / 180 if self.angles else values[-1]
+            elif self.next.startswith("\\unit"):
+                self.take()
+                if not (self.next in _STOP or self.next in _RELATIONS or self.next in "*/|"):
+                    raise _Unreadable("a unit, then another factor")
             else:
                 break
         value = values.pop()
@@ -384,7 +580,10 @@ class _Reader:
             self.take("|")
             self.bars -= 1
         elif token in ("lfloor", "lceil"):
-            value = _floor(self.sum()) if token == "lfloor" else -_floor(-self.sum())
+            value = self.sum()
+            value = value if _exact(value) else complex(value).real
+            self.floors.append(value)
+            value = _floor(value) if token == "lfloor" else -_floor(-value)
             self.take(("rfloor", "rceil"))
         elif token == "frac":
             value = _divide(self.primary(), self.primary())
@@ -402,6 +601,8 @@ class _Reader:
             value = self.function(token)
         elif token == "begin":
             value = self.matrix()
+        elif token == "emptyset":
+            value = _Form("{}", [])
         elif token in _CONSTANTS:
             value = _CONSTANTS[token]
         elif _is_name(token):
@@ -439,14 +640,16 @@ class _Reader:
                 base = self.primary()
             else:
                 exponent = self.signs() * self.primary()
-        angle = name in ("sin", "cos", "tan", "cot", "sec", "csc")
+        angle = name in _ANGLE_FUNCTIONS
         self.angles += angle
         if self.next in _CLOSING:
             argument = self.primary()
         else:  # sin 2t, ln x^2: all factors up to an operator or the next function
-            argument = self.signs() * self.power()
+            sign, start = self.signs(), self.at
+            argument = sign * self.power()
             while not (self.next in _STOP or self.next in "*/|" or self.next in _FUNCTIONS):
-                argument = _bounded(argument * self.power())
+                last, start = start, self.at
+                argument = _bounded(argument * self.neighbour(last))
         self.angles -= angle
         if exponent == -1 and name in ("sin", "cos", "tan"):
             return _FUNCTIONS["arc" + name](argument)
@@ -464,14 +667,14 @@ class _Reader:
         return _Form("()" if len(rows[0]) == 1 else f"matrix{len(rows[0])}", parts)
 
     def variable(self, name: str):
-        if self.tokens[self.at : self.at + 3] == ["(", "0", ")"]:  # I(0) is a value, not I * 0
-            self.at, name = self.at + 3, name + "(0)"
-        self.variables = True
-        seed = zlib.crc32(f"{name} {self.point}".encode())
-        if self.domain == "integer":
-            return 2 + seed % 37
-        value = 0.2 + seed / 2**31
-        return -value if self.domain == "signed" and seed & 1 else value
+        """A variable, or a value like I(0) and f(x, y), which is no product."""
+        if self.next == "(":
+            inside = list(
+                itertools.takewhile(lambda t: t not in ("", ")"), self.tokens[self.at + 1 :])
+            )
+            if inside == ["0"] or len(inside) > 2 and set(inside[1::2]) == {","}:
+                self.at, name = self.at + len(inside) + 2, f"{name}({''.join(inside)})"
+        return self.values.setdefault(name, _draw(name, self.point, self.domain))
 
 
 # ---- equality ---------------------------------------------------------------------------------
@@ -492,13 +695,19 @@ def _same(a, b) -> bool:
     kinds = [x.kind if isinstance(x, _Form) else "" for x in (a, b)]
     if kinds[0] != kinds[1]:
         for x, kind, y in ((a, kinds[0], b), (b, kinds[1], a)):
-            if kind == "=" and x.named or kind == "{}" and len(x.parts) == 1:
+            if kind == "=" and x.name or kind == "{}" and len(x.parts) == 1:
                 return _same(x.parts[-1], y)
-            if kind == "_" and not isinstance(y, _Form):  # the question names the base
+            if kind == "≈":
+                return any(_same(part, y) for part in x.parts)
+            if kind in ("_", "mod") and not isinstance(y, _Form):  # the question names the base
                 return _same(x.parts[0], y)
         return False
     if len(a.parts) != len(b.parts):
         return False
+    if kinds[0] == "≈":
+        return _same(a.parts[0], b.parts[0])
+    if kinds[0] == "mod" and _same(a.parts[1], b.parts[1]):
+        return _exact(a.parts[1]) and (a.parts[0] - b.parts[0]) % a.parts[1] == 0
     if kinds[0] in ("{}", "∪", "≠", "=") and len(a.parts) <= MAX_UNORDERED:
         rest = list(b.parts)
         for x in a.parts:
@@ -510,38 +719,104 @@ def _same(a, b) -> bool:
     return all(map(_same, a.parts, b.parts))
 
 
+_DEFINITION = re.compile(
+    r"(?:^|[,;∨] )\\?[A-Za-z]\S* \( (\\?[A-Za-z]\S*(?: , \\?[A-Za-z]\S*)*) \) ="
+)
+
+
+def _renamed(tokens: list[str]) -> list[str]:
+    """The tokens of f(x) = 2x, g(t) = t, with each argument named by its place."""
+    text = " ".join(tokens)
+    definitions = list(_DEFINITION.finditer(text))
+    ends = [m.start() for m in definitions[1:]] + [len(text)]
+    out = text[: definitions[0].start()].split()
+    for definition, end in zip(definitions, ends):
+        places = {name: f"\\place{i}" for i, name in enumerate(definition[1].split(" , "))}
+        out += [places.get(token, token) for token in text[definition.start() : end].split()]
+    return out
+
+
+def _near_jumps(tokens: list[str], point: int, domain: str) -> Iterator[dict]:
+    """Integers around which a floor in `tokens` jumps, found by Newton's method."""
+
+    def floors(values: dict) -> _Reader:
+        reader = _Reader(tokens, point, domain, values)
+        reader.answer()
+        return reader
+
+    first = floors({})
+    for name, i in itertools.product(list(first.values), range(len(first.floors))):
+        at = first.values[name]
+        for _ in range(8):
+            x, y = (floors({**first.values, name: v}).floors[i] for v in (at, at + 1))
+            if x == y or not 2 < at < 10**9:
+                break
+            step = math.ceil((math.floor(first.floors[i]) + (y > x) - x) / (y - x))
+            at += step
+            if not step:
+                break
+        for near in (at - 1, at, at + 1):
+            yield {**first.values, name: near}
+
+
+def _sample_points(a: list[str], b: list[str], domain: str) -> Iterator[tuple[int, dict]]:
+    """Numbers of the sample points, and the values of variables that are not drawn."""
+    if "integer" not in domain:
+        yield from ((point, {}) for point in range(6 if domain == "signed" else 3))
+        return
+    for point in range(SMALL_POINTS + 3):
+        yield point, {}
+    for point in range(SMALL_POINTS - 1, SMALL_POINTS + 3):
+        for tokens in (a, b):
+            yield from ((point, values) for values in _near_jumps(tokens, point, domain))
+
+
+def _proportional(pairs: list[tuple]) -> bool:
+    """Whether equations are the same but for a constant factor: y = 2x and 2x - y = 0."""
+    gaps = [[z.parts[0] - z.parts[1] for z in pair] for pair in pairs]
+    p0, q0 = gaps[0]
+    return len(gaps) > 1 and all(p and q and _close(p * q0, q * p0) for p, q in gaps)
+
+
 def _agree(a: list[str], b: list[str]) -> bool:
     """Whether two token lists give the same answer at every sample point."""
-    tokens, same, gaps = {*a, *b}, True, []
-    # Variables are positive, as in counting and physics: sqrt(x^2) is x. Floors are taken of
-    # integers, and an absolute value asks for negative numbers too.
-    domain = (
-        "integer" if tokens & {"lfloor", "lceil"} else "signed" if "|" in tokens else "positive"
-    )
-    for point in range({"integer": 12, "signed": 6, "positive": 3}[domain]):
-        readers = [_Reader(x, point, domain) for x in (a, b)]
-        try:
-            x, y = (reader.answer() for reader in readers)
-            same = same and _same(x, y)
-            if all(isinstance(z, _Form) and z.kind == "=" for z in (x, y)):
-                gaps.append([z.parts[0] - z.parts[1] for z in (x, y)])
-            elif not same:
-                return False
-        except _FAILURES:
+    if all(_DEFINITION.search(" ".join(tokens)) for tokens in (a, b)):
+        a, b = _renamed(a), _renamed(b)
+    try:
+        signed = "signed" if "|" in {*a, *b} else "positive"
+        # Variables are positive, as in counting and physics: sqrt(x^2) is x. Floors are taken of
+        # integers, and an absolute value asks for negative numbers too.
+        if {*a, *b} & {"lfloor", "lceil"}:
+            return _agree_on(a, b, signed + " integer")
+        return _agree_on(a, b, signed)
+    except _FAILURES:
+        return False
+
+
+def _agree_on(a: list[str], b: list[str], domain: str) -> bool:
+    pairs, floors = [], []
+    budget = max(SMALL_POINTS, MAX_FLOOR_TOKENS // (len(a) + len(b)))
+    for point, values in itertools.islice(_sample_points(a, b, domain), budget):
+        readers = [_Reader(tokens, point, domain, values) for tokens in (a, b)]
+        x, y = (reader.answer() for reader in readers)
+        equations = all(isinstance(z, _Form) and z.kind == "=" for z in (x, y))
+        if not equations and not _same(x, y):
             return False
-        if not any(reader.variables for reader in readers):
+        pairs.append((x, y))
+        floors.append(readers[0].floors + readers[1].floors)
+        if not any(reader.values for reader in readers):
             break
-    # Two equations are the same when one is the other times a constant: y = 2x and 2x - y = 0.
-    return (
-        same
-        or len(gaps) > 1
-        and all(p and q and _close(p * gaps[0][1], q * gaps[0][0]) for p, q in gaps)
-    )
+    if not all(_same(x, y) for x, y in pairs) and not _proportional(pairs):
+        return False
+    # A floor of what is an integer at all these points says that the variables are real numbers.
+    if any(all(x == _floor(x) for x in taken) for taken in zip(*floors)):
+        return _agree_on(a, b, "signed")
+    return True
 
 
 def _readings(text: str) -> list[list[str]]:
     """Token lists for a cleaned answer; 100,200 may be one number or two."""
-    text = re.sub(r"\\?%|\\?\bpercent\b", "", text)
+    text = re.sub(r"\\?%", "", text)
     merged = text
     if not re.search(r"[()\[\]{}]", text) or not re.search(r"[(\[{][^)\]}]*,", text):
         merged = re.sub(
@@ -553,8 +828,14 @@ def _readings(text: str) -> list[list[str]]:
 def _is_words(text: str) -> bool:
     if not re.fullmatch(r"[A-Za-z\s,.'()\-]+", text):
         return False
-    runs = re.findall(r"[A-Za-z]+", text)
-    return any(len(r) > 2 and r not in _COMMANDS or r.lower() == "no" for r in runs)
+    words = re.findall(r"[A-Za-z]+", text)
+    return any(len(w) > 2 and w not in _COMMANDS or w.lower() == "no" for w in words)
+
+
+def _same_text(a: str, b: str) -> bool:
+    """Whether two texts differ in spaces only, and not in one that separates digits."""
+    a, b = ("".join(re.sub(r"(?<=\d)\s+(?=\d)", "?", x).split()) for x in (a, b))
+    return a == b
 
 
 def math_equal(a: str, b: str) -> bool:
@@ -563,7 +844,7 @@ def math_equal(a: str, b: str) -> bool:
     if a == b:
         return True
     if max(len(a), len(b)) > MAX_CHARS:
-        return "".join(a.split()) == "".join(b.split())
+        return _same_text(a, b)
     a, b = _clean(a), _clean(b)
     if not a or not b:
         return False
@@ -571,16 +852,19 @@ def math_equal(a: str, b: str) -> bool:
         return True
     if _is_words(a) or _is_words(b):
         return re.sub(r"[^a-z]", "", a.lower()) == re.sub(r"[^a-z]", "", b.lower()) != ""
-    percent = ["%" in x or "percent" in x for x in (a, b)]
-    for x in _readings(a):
-        for y in _readings(b):
-            if _agree(x, y):
-                return True
-            # 62.5% answers 62.5 and 0.625, as the question has it.
-            hundredth = ["(", *(x if percent[0] else y), ")", "/", "100"]
-            if percent[0] != percent[1] and _agree(hundredth, y if percent[0] else x):
-                return True
-    return "".join(a.split()) == "".join(b.split())
+    for x, y in itertools.product(_readings(a), _readings(b)):
+        if _agree(x, y):
+            return True
+        # 62.5% answers 62.5 and 0.625, as the question has it.
+        if "%" in a and "%" not in b:
+            x = ["(", *x, ")", "/", "100"]
+        elif "%" in b and "%" not in a:
+            y = ["(", *y, ")", "/", "100"]
+        else:
+            continue
+        if _agree(x, y):
+            return True
+    return _same_text(a, b)
 
 
 _MEASURED = re.compile(
@@ -604,9 +888,10 @@ def rounds_to(answer: str, gold: str) -> bool:
     if not exponent and ("." not in digits or len(digits.replace(".", "").lstrip("0")) < 3):
         return False
     try:
-        target, value = (_Reader(_readings(_clean(x))[0], 0, "positive") for x in (gold, answer))
-        target, value = target.answer(), value.answer()
-        if isinstance(value, _Form) and value.kind == "=" and value.named:
+        target, value = (
+            _Reader(_readings(_clean(x))[0], 0, "positive").answer() for x in (gold, answer)
+        )
+        while isinstance(value, _Form) and (value.kind == "≈" or value.kind == "=" and value.name):
             value = value.parts[1]
         unit = _power(10, int(exponent or 0) - len(digits.partition(".")[2]))
         return abs(value - target) <= min(unit / 2, abs(target) / 100)
