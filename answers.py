@@ -37,14 +37,13 @@ MAX_DEPTH = 40  # nested groups, at most nine of Python's thousand frames each
 MAX_STEPS = 2_500  # tokens taken in one reading
 MAX_BITS = 4_096  # size of an exact number; 100! / 2^50 and 10^100 fit
 MAX_UNORDERED = 32  # longer lists are compared in order
-TOLERANCE = 1e-9  # relative: far above rounding, far below 1.5 against 1.50001
 MAX_FLOOR_TOKENS = 20_000  # tokens of all sample points at which floors are compared
-SMALL_POINTS = 12  # sample points with small integers, where floors are compared
+TOLERANCE = 1e-9  # relative: far above rounding, far below 1.5 against 1.50001
 INFINITY = 1.7e300  # stands for \infty and keeps -\infty apart from it
 
 # ---- cleaning: one spelling for what LaTeX, Unicode and plain text write in many ---------------
 
-_UNICODE = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∞": "\\infty "}
+_UNICODE = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/"}
 _UNICODE |= {"√": " sqrt ", "π": "\\pi ", "∪": "\\cup ", "∈": "\\in ", "’": "'", "′": "'"}
 _UNICODE |= {"²": "^{2}", "³": "^{3}", "£": " ", "€": " ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}"}
 _UNICODE |= {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "≡": "\\equiv "}
@@ -76,14 +75,6 @@ _WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(_FUNCTIONS)})\b)[A-
 _WORD += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|[kM]?eV|k?Pa|k[JN]|in)\b"
 
 
-def _unescaped(match: re.Match) -> str:
-    return match[0].replace("\\\\", "\\")
-
-
-def _joined(match: re.Match) -> str:
-    return re.sub(r"\D", "", match[0])
-
-
 def _repeating(match: re.Match) -> str:
     r"""The decimal 0.1\overline{6} as an exact quotient."""
     digits, fixed, period = match[1] + match[2] or "0", match[2], match[3]
@@ -112,7 +103,7 @@ def _without_units(match: re.Match) -> str:
     return re.sub(_TEXT, r" \1 ", text)
 
 
-_REALS = r"(-\infty,\infty)"
+_REALS = "(-∞,∞)"
 _QUANTITY = rf"(?<=[\d)}}])\s*({_COMMAND})?((?:\s*\b(?:{_NUMBER_WORD})\b)+)"
 _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
 _WHOLE = r"(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
@@ -122,7 +113,7 @@ _TRAILING = rf"(?<=[\d.)}}°%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER
 # (pattern, replacement, an example, the same example after all rules), applied in order. In a
 # pattern, TEXT stands for \text{...} and its kind, and ~ for the end of a command's name.
 _RULES = [
-    (r"(?s)\A(?!.*(?<!\\)\\begin).*", _unescaped, r"\\frac{1}{4}", r"\frac{1}{4}"),
+    (r"(?s)\\\\(?!.*(?<!\\)\\end)", r"\\", r"\\frac{1}{4}", r"\frac{1}{4}"),
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:displaystyle|(?:tri)?angle)~", " ", r"\(\angle A\)", "A"),
     (r"\\(?:left|right|[bB]igg?[lrm]?)~\s*\.?", "", r"\left(1, 2\right]", "(1, 2]"),
     (r"\{\s*\\rm~", r"\\rm{", r"5 {\rm cm}", "5"),
@@ -133,15 +124,10 @@ _RULES = [
     (r"COMMAND\s*,?\s*or\s*,?\s*\}|\\(?:lor|vee)~|\bor\b", "∨", r"1\text{ or }2", "1∨2"),
     (r"(?:COMMAND\s*)?\bper ?cent\b\s*\}?", "%", r"8 \text{ percent}", "8 %"),
     (_QUANTITY, _multiplied, r"5 \text{ million dollars}", "5*1000000"),
-    (_THOUSANDS, _joined, r"1{,}234\,567", "1234567"),
+    (_THOUSANDS, lambda m: re.sub(r"\D", "", m[0]), r"1{,}234\,567", "1234567"),
     (r"(?<!\\)\\[,;:!> ]|\\q?quad~", " ", r"x\;y\quad z", "x y  z"),
     (r"(?s).+", _without_units, r"5\,\mathrm{W\,m^{-2}}", "5"),
-    (
-        r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b",
-        r"(-\\infty,\\infty)",
-        r"\mathbb{R}",
-        r"(-\infty,\infty)",
-    ),
+    (r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b", _REALS, r"\mathbb{R}", r"(-∞,∞)"),
     (r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat)~", " ", r"a \vec{v}", "a  {v}"),
     (r"\\\{\s*\\\}", r"\\emptyset ", r"\{ \}", r"\emptyset"),
     (r"(?:\{\s*\}\s*)?\^\s*\{?\s*\\circ\s*\}?|\\degrees?~", "°", r"30^{\circ}", "30°"),
@@ -155,7 +141,7 @@ _RULES = [
     (r"\\div~", "/", r"1 \div 2", "1 / 2"),
     (r"\b(?:np|numpy|math)\.", "", "np.sin(x)", "sin(x)"),
     (r"\\[dtc](frac|binom)", r"\\\1", r"\dfrac{1}{2}", r"\frac{1}{2}"),
-    (r"\{(INSIDE)\\choose~(INSIDE)\}", r"\\binom{\1}{\2}", r"{4 \choose 2}", r"\binom{4 }{ 2}"),
+    (r"\{([^{}]*)\\choose~([^{}]*)\}", r"\\binom{\1}{\2}", r"{4 \choose 2}", r"\binom{4 }{ 2}"),
     (r"(\\frac|\\binom)\s*(\d)", r"\1{\2}", r"\frac 1{x}", r"\frac{1}{x}"),
     (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", r"\frac{1}2", r"\frac{1}{2}"),
     (_WHOLE + r"\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)", r"1\frac{4}{5}", "(1+4/5)"),
@@ -165,29 +151,22 @@ _RULES = [
     (r"\(\s*(?:\\[bp]?)?mod~\s*([^()]*)\)", r"\\pmod{\1}", "5 (mod 7)", r"5 \pmod {7}"),
     (r"\\[bp]?mod~|\bmod\b", r"\\pmod ", r"5 \bmod 7", r"5 \pmod  7"),
     (r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", "(1,2)U(3,4)", r"(1,2)\cup (3,4)"),
+    (r"\A[a-z](?=\([^()]*\]\Z|\[[^][]*\)\Z)", "", "t(0,4]", "(0,4]"),  # lost the sign of membership
     (_TRAILING, "", "120 miles per hour", "120"),
     (r",\s*(?=[,∨])", "", "1, 2, and 3", "1, 2, 3"),
     (r"^\s*\\(?:approx|sim)~", "", r"\approx 3.14", "3.14"),
 ]
 
 
-_ABBREVIATIONS = {"TEXT": _TEXT, "COMMAND": _COMMAND, "INSIDE": _INSIDE, "~": "(?![A-Za-z])"}
-
-
-def _compiled(pattern: str) -> re.Pattern:
-    for name, meaning in _ABBREVIATIONS.items():
-        pattern = pattern.replace(name, meaning)
-    return re.compile(pattern)
-
-
-_COMPILED = [(_compiled(pattern), new) for pattern, new, _, _ in _RULES]
+for _name, _meaning in {"TEXT": _TEXT, "COMMAND": _COMMAND, "~": "(?![A-Za-z])"}.items():
+    _RULES = [(pattern.replace(_name, _meaning), *rest) for pattern, *rest in _RULES]
 
 
 @functools.lru_cache(maxsize=4096)
 def _clean(text: str) -> str:
     text = text.translate(_UNICODE).strip().rstrip(".").strip()
-    for pattern, new in _COMPILED:
-        text = pattern.sub(new, text)
+    for pattern, new, *_ in _RULES:
+        text = re.sub(pattern, new, text)
     return text.strip(" =:").rstrip(" .,")
 
 
@@ -195,33 +174,27 @@ def _clean(text: str) -> str:
 
 _SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil begin end pmod emptyset".split()
 _COMMANDS = frozenset([*_FUNCTIONS, *_SYMBOLS])
+_ANGLE_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc")
 _TOKEN = re.compile(
-    r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-    r"|\\begin\s*\{[a-z]*\}(?:\s*\{[lcr|\s]*\})?|\\end\s*\{[a-z]*\}"
+    r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*_\s*(?:\d+|\{\s*\d+\s*\}))?"
+    r"|\\begin\s*\{(?:[pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?|\\end\s*\{[a-z]*\}"
     rf"|\\?(?:{'|'.join(_FUNCTIONS)}|sqrt|pi|infty)(?![A-Za-z])|sqrt(?=\d)"
     r"|(?:\\[A-Za-z]+|[A-Za-z])[˙']*(?:\s*_\s*(?:\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9]))?'*"
     r"|[<>]=|(?<![\d)}\]!])!=|\\.|\S",
     re.S,
 )
 _ALIASES = r"""
-\leq ≤ \leqslant ≤ \le ≤ \geq ≥ \geqslant ≥ \ge ≥ \lt < \gt > \ne ≠ \neq ≠ \approx ≈ \in ∈ \cup ∪
->= ≥ <= ≤ != ≠ \equiv = \varnothing emptyset
-\pm ± \mp ∓ \langle ( \rangle ) \lbrace \{ \rbrace \} \lvert | \rvert | \vert | \mid | \| |
+\leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠ \neq ≠ != ≠ \approx ≈
+\equiv = \in ∈ \cup ∪ \pm ± \mp ∓ \langle ( \rangle ) \lbrace \{ \rbrace \} \lvert | \rvert |
+\vert | \mid | \| | ∞ infty \varnothing emptyset
 """.split()
 _ALIASES = dict(zip(_ALIASES[::2], _ALIASES[1::2], strict=True))
 _ALIASES |= {"\\" + name: name for name in _COMMANDS}
 _RELATIONS = frozenset("= < > ≤ ≥ ≠ ≈ ∈ :".split())
-_STOP = (
-    _RELATIONS | frozenset(") ] } \\} , ; ∨ ∪ + - ± ∓ & \\\\ rfloor rceil end pmod".split()) | {""}
-)
+_STOP = frozenset(") ] } \\} , ; ∨ ∪ + - ± ∓ & \\\\ rfloor rceil end pmod".split())
+_STOP |= _RELATIONS | {""}
 _CLOSING = {"(": ")]", "[": ")]", "\\{": ("\\}", "}"), "{": ("}", "\\}")}
-
-
-class _Unreadable(ValueError):
-    """The text is no answer that the parser knows, or it is over a limit."""
-
-
-_FAILURES = (ArithmeticError, ValueError, TypeError)  # 1 / 0; _Unreadable; a set plus one
+_FAILURES = (ArithmeticError, ValueError, TypeError)  # 1 / 0; what is unreadable; a set plus one
 
 
 @dataclass(eq=False)
@@ -237,29 +210,28 @@ class _Form:
     parts: list
     name: str = ""
 
-    def __mul__(self, factor):
-        if self.kind != "()" and not self.kind.startswith("matrix") or isinstance(factor, _Form):
-            raise _Unreadable(f"product with {self.kind}")
+    def __rmul__(self, factor):
+        if factor == 1:
+            return self
+        if isinstance(factor, _Form) or self.kind != "()" and not self.kind.startswith("matrix"):
+            raise ValueError(f"a product with {self.kind}")
         return _Form(self.kind, [_bounded(factor * part) for part in self.parts])
 
-    __rmul__ = __mul__
+    __mul__ = __rmul__
 
 
 def _tokens(text: str) -> list[str]:
-    tokens = []
-    for token in _TOKEN.findall(text):
-        if token.startswith("\\begin"):
-            token = "\\begin" if re.search(r"\{(?:[pb]?matrix|array)\}", token) else "?"
-        elif token.startswith("\\end"):
-            token = "\\end"
-        elif "_" in token:
-            token = re.sub(r"[\s{}]", "", token)
-        tokens.append(_ALIASES.get(token, token))
-    return tokens
+    tokens = [re.sub(r"[\s{}]", "", t) if "_" in t else t for t in _TOKEN.findall(text)]
+    tokens = [re.sub(r"(?s)(\\(?:begin|end))\s*\{.*", r"\1", t) for t in tokens]
+    return [_ALIASES.get(token, token) for token in tokens]
 
 
 def _is_name(token: str) -> bool:
     return token.lstrip("\\")[:1].isalpha() and token not in _COMMANDS and token not in ("e", "i")
+
+
+def _is_number(token: str) -> bool:
+    return token[:1] in tuple(".0123456789")
 
 
 def _exact(x) -> bool:
@@ -304,16 +276,9 @@ def _floor(x) -> int:
     return math.floor(x if _exact(x) else x + TOLERANCE)
 
 
-def _number(token: str):
-    mantissa, _, exponent = token.lower().partition("e")
-    if len(exponent) > 4:
-        raise _Unreadable("too many digits")
-    return Fraction(token)
-
-
 def _rounds(exact, rounded, tokens: list[str]) -> bool:
     """Whether a number of at least two digits is what `exact`, perhaps an angle, rounds to."""
-    digits = next((t for t in tokens if t[0] in ".0123456789"), "").replace(".", "").lstrip("0")
+    digits = next(filter(_is_number, tokens), "").replace(".", "").lstrip("0")
     if len(digits) < 2 or isinstance(exact, _Form) or isinstance(rounded, _Form):
         return False
     exact = complex(exact).real
@@ -321,34 +286,32 @@ def _rounds(exact, rounded, tokens: list[str]) -> bool:
     return any(abs(x - rounded) <= unit * 0.5000001 for x in (exact, math.degrees(exact)))
 
 
-# Sides of an equation that name a value; n stands for a name in them and 1 for a number.
+# What names a value on the left of an equation, n for a name and 1 for a number: x, f(n), (x, y)
+# for any value; AB, f(2), m + n, [ABC], |AB|, \overline{AB} for a number.
 _NAME = re.compile(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
 _FACTOR = r"(?:n(?:\(-?1(?:,-?1)*\)|\{n+\})?|\[n+\]|\|n+\||frac\{n+\}\{n+\})"
-_NAMED_NUMBER = re.compile(rf"{_FACTOR}+(?:[-+*/]{_FACTOR}+)*")  # AB, f(2), m + n, [ABC], |AB|
-_ANGLE_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc")
+_NAMED_NUMBER = re.compile(rf"{_FACTOR}+(?:[-+*/]{_FACTOR}+)*")
 
 
 def _side_names(sides: list[list[str]]) -> list[str]:
     """What each side of a relation names, "" for a side that is a value."""
-    named = [side[0] if len(side) == 1 and _is_name(side[0]) else "" for side in sides]
-    kinds = "".join(
-        "n" if _is_name(t) or t == "e" or t in _ANGLE_FUNCTIONS else "1" if t[0].isdigit() else t
-        for t in sides[0]
-    )
-    others_are_numbers = not any(_is_name(t) for side in sides[1:] for t in side)
-    if _NAME.fullmatch(kinds) or others_are_numbers and _NAMED_NUMBER.fullmatch(kinds):
-        named[0] = "".join(sides[0])
-    return named
+    names = [side[0] if len(side) == 1 and _is_name(side[0]) else "" for side in sides]
+    kinds = ["1" if _is_number(token) else token for token in sides[0]]
+    kinds = ["n" if _is_name(k) or k in ("e", *_ANGLE_FUNCTIONS) else k for k in kinds]
+    a_number = not any(map(_is_name, itertools.chain(*sides[1:])))
+    if _NAME.fullmatch("".join(kinds)) or a_number and _NAMED_NUMBER.fullmatch("".join(kinds)):
+        names[0] = "".join(sides[0])
+    return names
 
 
 def _union(parts: list, name: str = ""):
     """Sets as one union, in which all points stand in one set."""
     if not all(isinstance(part, _Form) for part in parts):
-        raise _Unreadable("a union of numbers")
+        raise ValueError("a union of numbers")
     parts = [q for p in parts for q in (p.parts if p.kind == "∪" else [p])]
     points = [x for p in parts if p.kind == "{}" for x in p.parts]
     parts = [p for p in parts if p.kind != "{}"] + ([_Form("{}", points)] if points else [])
-    return _Form("∪", parts, name) if len(parts) > 1 else parts[0]
+    return parts[0] if len(parts) == 1 else _Form("∪", parts, name)
 
 
 def _alternatives(parts: list) -> list:
@@ -356,26 +319,16 @@ def _alternatives(parts: list) -> list:
     names = {part.name if isinstance(part, _Form) else "" for part in parts}
     if len(names) > 1 or "" in names or all(part.kind == "=" for part in parts):
         return parts
-    sets = [_Form("{}", part.parts[1:]) if part.kind == "=" else part for part in parts]
-    return [_union(sets)]
+    return [_union([_Form("{}", p.parts[1:]) if p.kind == "=" else p for p in parts])]
 
 
-def _draw(name: str, point: int, domain: str):
-    """The value of a variable at a sample point: any fixed number that depends on both."""
-    seed = zlib.crc32(f"{name} {point}".encode())
-    value = 0.2 + seed / 2**31
-    if "integer" in domain:
-        value = 2 + seed % (37 if point < SMALL_POINTS else 10 ** (point - SMALL_POINTS + 3))
-    return -value if "signed" in domain and seed >> 8 & 1 else value
-
-
-_CONSTANTS = {"pi": math.pi, "infty": INFINITY, "e": math.e, "i": 1j}
+_CONSTANTS = {"pi": math.pi, "infty": INFINITY, "e": math.e, "i": 1j, "emptyset": _Form("{}", [])}
 
 
 class _Reader:
     """Computes the answer that `tokens` spell, at sample point number `point`.
 
-    A variable that `values` does not give is drawn; `floors` keeps what floors were taken of.
+    Variables that `values` does not give are drawn; `floors` keeps what floors were taken of.
     """
 
     def __init__(self, tokens: list[str], point: int, domain: str, values: dict | None = None):
@@ -383,6 +336,7 @@ class _Reader:
         self.point, self.domain, self.values, self.floors = point, domain, dict(values or {}), []
         self.sign, self.plus_minus = 1, False  # what ± stands for, and whether one was read
         self.bars = self.angles = 0  # open |, and trigonometric functions around the token
+        self.factor = 0  # where the last factor starts
 
     @property
     def next(self) -> str:
@@ -392,13 +346,13 @@ class _Reader:
         token = self.tokens[self.at]
         self.at, self.steps = self.at + 1, self.steps + 1
         if not token or self.steps > MAX_STEPS or expected and token not in expected:
-            raise _Unreadable(token)
+            raise ValueError(f"unexpected {token}")
         return token
 
     def answer(self):
         parts = self.items(expand=True)
         if self.next:
-            raise _Unreadable(self.next)
+            raise ValueError(f"unexpected {self.next}")
         return parts[0] if len(parts) == 1 else _Form("{}", parts)
 
     def items(self, expand: bool) -> list:
@@ -417,28 +371,23 @@ class _Reader:
 
     def relation(self):
         parts, sides, operators = [], [], []
-        while True:
+        while len(parts) == len(operators):
             start = self.at
             parts.append(self.union())
             sides.append(self.tokens[start : self.at])
-            if self.next not in _RELATIONS:
-                break
-            operators.append(self.take())
+            if self.next in _RELATIONS:
+                operators.append(self.take())
+        names = _side_names(sides) if operators else []
+        if "≈" in operators:
+            i = operators.index("≈")
+            if i == 0 and names[0] not in ("", "e"):  # x ≈ 3.14 names a number
+                operators = ["=" if operator == "≈" else operator for operator in operators]
+            else:  # π ≈ 3.14 is π, and also 3.14
+                if _rounds(parts[i], parts[-1], sides[-1]):
+                    parts[i] = _Form("≈", [parts[i], parts[-1]])
+                parts, names, operators = parts[: i + 1], names[: i + 1], operators[:i]
         if not operators:
             return parts[0]
-        names = _side_names(sides)
-        if (
-            "≈" in operators
-        ):  # x ≈ 3.14 names a number; π ≈ 3.14 is π, and 3.14 where that is wanted
-            i = operators.index("≈")
-            if i > 0 or not names[0] or not self.values:
-                rounded = _rounds(parts[i], parts[-1], sides[-1])
-                parts[i] = _Form("≈", [parts[i], parts[-1]]) if rounded else parts[i]
-                parts, names, operators = parts[: i + 1], names[: i + 1], operators[:i]
-            else:
-                parts, names, operators = parts[:2], names[:2], ["="]
-            if not operators:
-                return parts[0]
         if set(operators) == {":"}:
             ratio = [_divide(part, parts[-1]) for part in parts[:-1]]
             return ratio[0] if len(ratio) == 1 else _Form(":", ratio)
@@ -446,19 +395,19 @@ class _Reader:
             return _Form(parts[1].kind, parts[1].parts, names[0])
         if operators == ["≠"] and any(names):
             value = parts[1] if names[0] else parts[0]
-            below, above = _Form("()", [-INFINITY, value]), _Form("()", [value, INFINITY])
-            return _Form("∪", [below, above], names[0] or names[1])
+            sides = [_Form("()", [-INFINITY, value]), _Form("()", [value, INFINITY])]
+            return _union(sides, names[0] or names[1])
         if set(operators) == {"="}:
             return self.equation(parts, names)
         return self.inequality(parts, names, operators)
 
     def equation(self, parts: list, names: list[str]):
-        if len(parts) > 2 and all(names[:-1]) and len(set(names)) == len(names):
+        if len(parts) > 2 and all(names[:-1]):  # x = y = 1 is x = 1, y = 1
             return _Form("{}", [_Form("=", [x, parts[-1]], n) for x, n in zip(parts[:-1], names)])
         if not names[0]:
             parts, names = parts[::-1], names[::-1]
         if not all(_same(part, parts[-1]) for part in parts[1:]):
-            raise _Unreadable("sides of a chain that differ")
+            raise ValueError("sides of a chain that differ")
         if _same(parts[0], parts[-1]):
             return parts[0]  # 2 + 3 = 5 stands for 5
         return _Form("=", [parts[0], parts[-1]], names[0])
@@ -478,23 +427,19 @@ class _Reader:
         return _Form("".join(operators), parts)
 
     def union(self):
-        parts = [self.residue()]
+        parts = [self.sum()]
         while self.next == "∪":
             self.take()
-            parts.append(self.residue())
+            parts.append(self.sum())
         return parts[0] if len(parts) == 1 else _union(parts)
-
-    def residue(self):
-        value = self.sum()
-        if self.next != "pmod":
-            return value
-        self.take()
-        return _Form("mod", [value, self.primary()])
 
     def sum(self):
         value = self.product()
         while self.next in ("+", "-", "±", "∓"):
             value = _bounded(value + self.product())
+        if self.next == "pmod":
+            self.take()
+            value = _Form("mod", [value, self.primary()])
         return value
 
     def signs(self) -> int:
@@ -506,71 +451,55 @@ class _Reader:
         return sign
 
     def product(self):
-        sign, start = self.signs(), self.at
-        first, value = self.next, self.power()
-        if sign < 0:
-            value = -1 * value
-        while True:
+        value = self.signs() * self.power()
+        while not (self.next in _STOP or self.next == "|" and self.bars):
             if self.next == "*":
                 self.take()
-                sign, start = self.signs(), self.at
-                value = _bounded(value * sign * self.power())
+                value = value * self.signs() * self.power()
             elif self.next == "/":
                 self.take()
-                sign, start = self.signs(), self.at
-                value = _divide(value, sign * self.power())
-            elif self.next in _STOP or (self.next == "|" and self.bars):
-                return value
+                value = _divide(value, self.signs() * self.power())
             else:
-                last, start = start, self.at
-                factor = self.neighbour(last)
-                if isinstance(factor, _Form) and factor.kind in ("(]", "[)") and _is_name(first):
-                    return factor  # "t(0,4]" has lost the sign of membership
-                value = _bounded(value * factor)
+                value = value * self.neighbour()
+            value = _bounded(value)
+        return value
 
-    def neighbour(self, last: int):
-        """The factor right beside the one that starts at token `last`: no plain number, so that
-        2 3, x 2 and 5° 30 are no products, while 2 x, 2^3 5 and n 2^n are."""
-        before, start = self.tokens[last : self.at], self.at
-        factor = self.power()
-        digits = [t for t in self.tokens[start : self.at] if t not in "{}"]
-        if len(digits) == 1 and digits[0][0] in ".0123456789":
-            if len([t for t in before if t not in "{}°"]) == 1:
-                raise _Unreadable("a number beside a number or a name")
-        return factor
+    def neighbour(self):
+        """A factor without an operator in front of it: x in 2 x, but no 3 in 2 3, x 3 or 5° 3."""
+        before, start = self.tokens[self.factor : self.at], self.at
+        value = self.power()
+        factor = [token for token in self.tokens[start : self.at] if token not in "{}"]
+        if len(factor) == 1 and _is_number(factor[0]):
+            if len([token for token in before if token not in "{}°"]) == 1:
+                raise ValueError("a number right beside a number or a name")
+        return value
 
     def power(self):
-        values = [self.primary()]
-        while True:
-            if self.next == "^":
-                self.take()
-                sign = self.signs()
-                values.append(sign * self.primary())
-            elif self.next == "!":
-                self.take()
-                if self.next == "!":
-                    raise _Unreadable("double factorial")
+        start, values = self.at, [self.primary()]
+        while self.next in ("^", "!", "°") or self.next.startswith("\\unit"):
+            token = self.take()
+            if token == "^":
+                values.append(self.signs() * self.primary())
+            elif token == "!":
                 values[-1] = _factorial(values[-1])
-            elif self.next == "°":
-                self.take()
+                if self.next == "!":
+                    raise ValueError("a double factorial")
+            elif token == "°":
                 values[-1] = values[-1] * math.pi / 180 if self.angles else values[-1]
-            elif self.next.startswith("\\unit"):
-                self.take()
-                if not (self.next in _STOP or self.next in _RELATIONS or self.next in "*/|"):
-                    raise _Unreadable("a unit, then another factor")
-            else:
-                break
+            elif self.next not in _STOP and self.next not in ("*", "/", "|"):
+                raise ValueError("a unit, then another factor")
         value = values.pop()
         while values:
             value = _power(values.pop(), value)
+        self.factor = start
         return value
 
     def primary(self):
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise _Unreadable("nested too deeply")
+            raise ValueError("nested too deeply")
         token = self.take()
-        if token[0] in ".0123456789":
+        if _is_number(token):
             value = self.number(token)
         elif token in _CLOSING:
             value = self.group(token)
@@ -601,26 +530,20 @@ class _Reader:
             value = self.function(token)
         elif token == "begin":
             value = self.matrix()
-        elif token == "emptyset":
-            value = _Form("{}", [])
         elif token in _CONSTANTS:
             value = _CONSTANTS[token]
         elif _is_name(token):
             value = self.variable(token)
         else:
-            raise _Unreadable(token)
+            raise ValueError(f"unexpected {token}")
         self.depth -= 1
         return value
 
     def number(self, token: str):
-        if self.next == "_":
-            self.take()
-            base = self.take()
-            if base == "{":
-                base = self.take()
-                self.take("}")
-            return _Form("_", [_number(token), _number(base)])
-        return _number(token)
+        digits, _, base = token.partition("_")
+        if len(digits.lower().partition("e")[2]) > 4:
+            raise ValueError("too many digits")
+        return _Form("_", [Fraction(digits), Fraction(base)]) if base else Fraction(digits)
 
     def group(self, opening: str):
         bars, self.bars = self.bars, 0
@@ -640,17 +563,14 @@ class _Reader:
                 base = self.primary()
             else:
                 exponent = self.signs() * self.primary()
-        angle = name in _ANGLE_FUNCTIONS
-        self.angles += angle
+        self.angles += name in _ANGLE_FUNCTIONS
         if self.next in _CLOSING:
             argument = self.primary()
         else:  # sin 2t, ln x^2: all factors up to an operator or the next function
-            sign, start = self.signs(), self.at
-            argument = sign * self.power()
+            argument = self.signs() * self.power()
             while not (self.next in _STOP or self.next in "*/|" or self.next in _FUNCTIONS):
-                last, start = start, self.at
-                argument = _bounded(argument * self.neighbour(last))
-        self.angles -= angle
+                argument = _bounded(argument * self.neighbour())
+        self.angles -= name in _ANGLE_FUNCTIONS
         if exponent == -1 and name in ("sin", "cos", "tan"):
             return _FUNCTIONS["arc" + name](argument)
         value = _FUNCTIONS[name](argument) / (1 if base is None else cmath.log(base))
@@ -663,18 +583,18 @@ class _Reader:
                 rows[-1].append(self.sum())
             elif self.next != "end":
                 rows.append([self.sum()])
-        parts = [x for row in rows for x in row]
+        parts = list(itertools.chain(*rows))
         return _Form("()" if len(rows[0]) == 1 else f"matrix{len(rows[0])}", parts)
 
     def variable(self, name: str):
-        """A variable, or a value like I(0) and f(x, y), which is no product."""
-        if self.next == "(":
-            inside = list(
-                itertools.takewhile(lambda t: t not in ("", ")"), self.tokens[self.at + 1 :])
-            )
-            if inside == ["0"] or len(inside) > 2 and set(inside[1::2]) == {","}:
-                self.at, name = self.at + len(inside) + 2, f"{name}({''.join(inside)})"
-        return self.values.setdefault(name, _draw(name, self.point, self.domain))
+        if self.next == "(":  # I(0) and f(x, y) are values, no products
+            closing = self.tokens.index(")", self.at)
+            inside = self.tokens[self.at + 1 : closing]
+            if inside == ["0"] or set(inside[1::2]) == {","}:
+                self.at, name = closing + 1, f"{name}({''.join(inside)})"
+        if name not in self.values:
+            self.values[name] = _draw(name, self.point, self.domain)
+        return self.values[name]
 
 
 # ---- equality ---------------------------------------------------------------------------------
@@ -690,9 +610,9 @@ def _close(a, b) -> bool:
 
 def _same(a, b) -> bool:
     """Whether two values that were read at the same point are the same answer."""
-    if not isinstance(a, _Form) and not isinstance(b, _Form):
-        return _close(a, b)
     kinds = [x.kind if isinstance(x, _Form) else "" for x in (a, b)]
+    if kinds == ["", ""]:
+        return _close(a, b)
     if kinds[0] != kinds[1]:
         for x, kind, y in ((a, kinds[0], b), (b, kinds[1], a)):
             if kind == "=" and x.name or kind == "{}" and len(x.parts) == 1:
@@ -702,12 +622,13 @@ def _same(a, b) -> bool:
             if kind in ("_", "mod") and not isinstance(y, _Form):  # the question names the base
                 return _same(x.parts[0], y)
         return False
-    if len(a.parts) != len(b.parts):
-        return False
     if kinds[0] == "≈":
         return _same(a.parts[0], b.parts[0])
-    if kinds[0] == "mod" and _same(a.parts[1], b.parts[1]):
-        return _exact(a.parts[1]) and (a.parts[0] - b.parts[0]) % a.parts[1] == 0
+    if kinds[0] == "mod":
+        (x, modulus), (y, _) = a.parts, b.parts
+        return _same(modulus, b.parts[1]) and _close((x - y) % modulus, 0)
+    if len(a.parts) != len(b.parts):
+        return False
     if kinds[0] in ("{}", "∪", "≠", "=") and len(a.parts) <= MAX_UNORDERED:
         rest = list(b.parts)
         for x in a.parts:
@@ -719,84 +640,65 @@ def _same(a, b) -> bool:
     return all(map(_same, a.parts, b.parts))
 
 
-_DEFINITION = re.compile(
-    r"(?:^|[,;∨] )\\?[A-Za-z]\S* \( (\\?[A-Za-z]\S*(?: , \\?[A-Za-z]\S*)*) \) ="
-)
+_DEFINITION = r"(?:^|(?<=[,;∨{{] )){0} \( ({0}(?: , {0})*) \) =".format(r"\\?[A-Za-z]\S*")
 
 
 def _renamed(tokens: list[str]) -> list[str]:
-    """The tokens of f(x) = 2x, g(t) = t, with each argument named by its place."""
-    text = " ".join(tokens)
-    definitions = list(_DEFINITION.finditer(text))
-    ends = [m.start() for m in definitions[1:]] + [len(text)]
-    out = text[: definitions[0].start()].split()
-    for definition, end in zip(definitions, ends):
-        places = {name: f"\\place{i}" for i, name in enumerate(definition[1].split(" , "))}
-        out += [places.get(token, token) for token in text[definition.start() : end].split()]
-    return out
+    """The tokens of f(x) = 2x, g(t) = t with each argument named by its place; else no tokens."""
+    text, out = " ".join(tokens), []
+    starts = [m.start() for m in re.finditer(_DEFINITION, text)]
+    for start, end in zip(starts, [*starts[1:], len(text)]):
+        arguments = re.match(_DEFINITION, text[start:])[1].split(" , ")
+        places = {name: f"\\place{i}" for i, name in enumerate(arguments)}
+        out += [places.get(token, token) for token in text[start:end].split()]
+    return text[: starts[0]].split() + out if starts else []
+
+
+def _draw(name: str, point: int, domain: str):
+    """The value of a variable at a sample point: any fixed number that depends on both."""
+    seed = zlib.crc32(f"{name} {point}".encode())
+    value = 0.2 + seed / 2**31
+    if "integer" in domain:  # small ones at twelve points, then up to a million
+        value = 2 + seed % (37 if point < 12 else 10 ** (point - 9))
+    return -value if "signed" in domain and seed >> 8 & 1 else value
 
 
 def _near_jumps(tokens: list[str], point: int, domain: str) -> Iterator[dict]:
     """Integers around which a floor in `tokens` jumps, found by Newton's method."""
-
-    def floors(values: dict) -> _Reader:
-        reader = _Reader(tokens, point, domain, values)
-        reader.answer()
-        return reader
-
-    first = floors({})
+    first = _Reader(tokens, point, domain)
+    first.answer()
     for name, i in itertools.product(list(first.values), range(len(first.floors))):
-        at = first.values[name]
-        for _ in range(8):
-            x, y = (floors({**first.values, name: v}).floors[i] for v in (at, at + 1))
-            if x == y or not 2 < at < 10**9:
-                break
-            step = math.ceil((math.floor(first.floors[i]) + (y > x) - x) / (y - x))
+        at, step, steps = first.values[name], 1, 0
+        while step and 2 < at < 10**9 and (steps := steps + 1) < 9:
+            readers = [
+                _Reader(tokens, point, domain, first.values | {name: at + d}) for d in (0, 1)
+            ]
+            x, y = (reader.answer() and reader.floors[i] for reader in readers)
+            jump = math.floor(first.floors[i]) + (y > x)
+            step = math.ceil((jump - x) / (y - x)) if x != y else 0
             at += step
-            if not step:
-                break
-        for near in (at - 1, at, at + 1):
-            yield {**first.values, name: near}
+        yield from (first.values | {name: near} for near in (at - 1, at, at + 1))
 
 
 def _sample_points(a: list[str], b: list[str], domain: str) -> Iterator[tuple[int, dict]]:
-    """Numbers of the sample points, and the values of variables that are not drawn."""
-    if "integer" not in domain:
-        yield from ((point, {}) for point in range(6 if domain == "signed" else 3))
-        return
-    for point in range(SMALL_POINTS + 3):
-        yield point, {}
-    for point in range(SMALL_POINTS - 1, SMALL_POINTS + 3):
-        for tokens in (a, b):
+    """Numbers of the sample points, and the values of the variables that are not drawn."""
+    yield from ((point, {}) for point in range({"positive": 3, "signed": 6}.get(domain, 16)))
+    if "integer" in domain:
+        for point, tokens in itertools.product(range(11, 16), (a, b)):
             yield from ((point, values) for values in _near_jumps(tokens, point, domain))
 
 
 def _proportional(pairs: list[tuple]) -> bool:
     """Whether equations are the same but for a constant factor: y = 2x and 2x - y = 0."""
-    gaps = [[z.parts[0] - z.parts[1] for z in pair] for pair in pairs]
+    gaps = [[equation.parts[0] - equation.parts[1] for equation in pair] for pair in pairs]
     p0, q0 = gaps[0]
     return len(gaps) > 1 and all(p and q and _close(p * q0, q * p0) for p, q in gaps)
 
 
-def _agree(a: list[str], b: list[str]) -> bool:
-    """Whether two token lists give the same answer at every sample point."""
-    if all(_DEFINITION.search(" ".join(tokens)) for tokens in (a, b)):
-        a, b = _renamed(a), _renamed(b)
-    try:
-        signed = "signed" if "|" in {*a, *b} else "positive"
-        # Variables are positive, as in counting and physics: sqrt(x^2) is x. Floors are taken of
-        # integers, and an absolute value asks for negative numbers too.
-        if {*a, *b} & {"lfloor", "lceil"}:
-            return _agree_on(a, b, signed + " integer")
-        return _agree_on(a, b, signed)
-    except _FAILURES:
-        return False
-
-
 def _agree_on(a: list[str], b: list[str], domain: str) -> bool:
     pairs, floors = [], []
-    budget = max(SMALL_POINTS, MAX_FLOOR_TOKENS // (len(a) + len(b)))
-    for point, values in itertools.islice(_sample_points(a, b, domain), budget):
+    limit = max(12, MAX_FLOOR_TOKENS // (len(a) + len(b)))
+    for point, values in itertools.islice(_sample_points(a, b, domain), limit):
         readers = [_Reader(tokens, point, domain, values) for tokens in (a, b)]
         x, y = (reader.answer() for reader in readers)
         equations = all(isinstance(z, _Form) and z.kind == "=" for z in (x, y))
@@ -809,19 +711,31 @@ def _agree_on(a: list[str], b: list[str], domain: str) -> bool:
     if not all(_same(x, y) for x, y in pairs) and not _proportional(pairs):
         return False
     # A floor of what is an integer at all these points says that the variables are real numbers.
-    if any(all(x == _floor(x) for x in taken) for taken in zip(*floors)):
-        return _agree_on(a, b, "signed")
-    return True
+    real = any(all(x == _floor(x) for x in arguments) for arguments in zip(*floors))
+    return not real or _agree_on(a, b, "signed")
+
+
+def _agree(a: list[str], b: list[str]) -> bool:
+    """Whether two token lists give the same answer at every sample point."""
+    if (x := _renamed(a)) and (y := _renamed(b)):
+        a, b = x, y
+    # Variables are positive, as in counting and physics: sqrt(x^2) is x. An absolute value asks
+    # for negative numbers too, and floors are taken of integers.
+    tokens = {*a, *b}
+    domain = "signed" if "|" in tokens else "positive"
+    domain += " integer" if tokens & {"lfloor", "lceil"} else ""
+    try:
+        return _agree_on(a, b, domain)
+    except _FAILURES:
+        return False
 
 
 def _readings(text: str) -> list[list[str]]:
     """Token lists for a cleaned answer; 100,200 may be one number or two."""
-    text = re.sub(r"\\?%", "", text)
-    merged = text
-    if not re.search(r"[()\[\]{}]", text) or not re.search(r"[(\[{][^)\]}]*,", text):
-        merged = re.sub(
-            r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", lambda m: m[0].replace(",", ""), text
-        )
+    text = merged = re.sub(r"\\?%", "", text)
+    if not re.search(r"[(\[{][^)\]}]*,", text):
+        thousands = r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])"
+        merged = re.sub(thousands, lambda match: match[0].replace(",", ""), text)
     return [_tokens(t) for t in dict.fromkeys((merged, text))]
 
 
@@ -833,7 +747,7 @@ def _is_words(text: str) -> bool:
 
 
 def _same_text(a: str, b: str) -> bool:
-    """Whether two texts differ in spaces only, and not in one that separates digits."""
+    """Whether two texts differ in spaces only, and not in one between digits."""
     a, b = ("".join(re.sub(r"(?<=\d)\s+(?=\d)", "?", x).split()) for x in (a, b))
     return a == b
 
@@ -841,29 +755,20 @@ def _same_text(a: str, b: str) -> bool:
 def math_equal(a: str, b: str) -> bool:
     """Whether two final answers, without boxes, are equal. Symmetric; never raises."""
     a, b = a.strip(), b.strip()
-    if a == b:
-        return True
-    if max(len(a), len(b)) > MAX_CHARS:
+    if a == b or max(len(a), len(b)) > MAX_CHARS:
         return _same_text(a, b)
     a, b = _clean(a), _clean(b)
     if not a or not b:
         return False
-    if a == b:
-        return True
     if _is_words(a) or _is_words(b):
         return re.sub(r"[^a-z]", "", a.lower()) == re.sub(r"[^a-z]", "", b.lower()) != ""
     for x, y in itertools.product(_readings(a), _readings(b)):
         if _agree(x, y):
             return True
-        # 62.5% answers 62.5 and 0.625, as the question has it.
-        if "%" in a and "%" not in b:
-            x = ["(", *x, ")", "/", "100"]
-        elif "%" in b and "%" not in a:
-            y = ["(", *y, ")", "/", "100"]
-        else:
-            continue
-        if _agree(x, y):
-            return True
+        if ("%" in a) != ("%" in b):  # 62.5% answers 62.5 and 0.625, as the question has it
+            percent, other = (x, y) if "%" in a else (y, x)
+            if _agree(["(", *percent, ")", "/", "100"], other):
+                return True
     return _same_text(a, b)
 
 
