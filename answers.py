@@ -48,21 +48,16 @@ _UNICODE |= {"√": " sqrt ", "π": "\\pi ", "∪": "\\cup ", "∈": "\\in ", "�
 _UNICODE |= {"²": "^{2}", "³": "^{3}", "£": " ", "€": " ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}"}
 _UNICODE |= {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "≡": "\\equiv "}
 _UNICODE = str.maketrans(_UNICODE | dict.fromkeys("\u00a0\u2009\u202f~\t\r\n", " "))
-_FUNCTIONS = {
-    **{"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "cot": lambda x: 1 / cmath.tan(x)},
-    **{"sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x)},
-    **{"arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan},
-    **{"sinh": cmath.sinh, "cosh": cmath.cosh, "tanh": cmath.tanh, "exp": cmath.exp},
-    **{"log": cmath.log, "ln": cmath.log, "lg": cmath.log10},  # log alone is natural
-}
-_NUMBER_WORDS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6}
-_NUMBER_WORDS |= {"billion": 10**9, "trillion": 10**12}
-_NUMBER_WORD = "|".join(_NUMBER_WORDS)
+_FUNCTIONS = {f: getattr(cmath, f) for f in "sin cos tan sinh cosh tanh exp log".split()}
+_FUNCTIONS |= {"arc" + f: getattr(cmath, "a" + f) for f in ("sin", "cos", "tan")}
+_FUNCTIONS |= {"ln": cmath.log, "lg": cmath.log10, "cot": lambda x: 1 / cmath.tan(x)}
+_FUNCTIONS |= {"sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x)}
 _VALUE_WORDS = (  # words that change a value: a text with one of them is no unit
     "least|most|about|approx[a-z]*|around|roughly|nearly|almost|between|more|less|fewer|greater|"
     "larger|smaller|over|under|above|below|up|not?|without|except|minus|plus|negative|squared|"
     "cubed|factorial|reciprocal|root of|multiples?|twice|double|triple|half|halves|quarters?|"
-    rf"(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|(?:{_NUMBER_WORD})(?:th)?)s?"
+    "(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|dozen|"
+    "hundred|thousand|million|billion|trillion)s?"
 )
 _COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
 _INSIDE = r"(?:[^{}]|\{[^{}]*\})*"
@@ -79,12 +74,6 @@ def _repeating(match: re.Match) -> str:
     r"""The decimal 0.1\overline{6} as an exact quotient."""
     digits, fixed, period = match[1] + match[2] or "0", match[2], match[3]
     return f"(({digits}{period}-{digits})/{'9' * len(period)}{'0' * len(fixed)})"
-
-
-def _multiplied(match: re.Match) -> str:
-    r"""The words of "5 hundred thousand" as a factor; a \text{ in front of them stays."""
-    factor = math.prod(_NUMBER_WORDS[word] for word in re.findall(_NUMBER_WORD, match[2]))
-    return f"*{factor}{match[1] or ' '}"
 
 
 def _without_units(match: re.Match) -> str:
@@ -104,7 +93,7 @@ def _without_units(match: re.Match) -> str:
 
 
 _REALS = "(-∞,∞)"
-_QUANTITY = rf"(?<=[\d)}}])\s*({_COMMAND})?((?:\s*\b(?:{_NUMBER_WORD})\b)+)"
+_AFTER = r"(?<=[\d)}])\s*(COMMAND)?\s*"
 _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
 _WHOLE = r"(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
 _INDEX = r"\s*(?:\{[^{}]*\}|\w))"
@@ -123,7 +112,12 @@ _RULES = [
     (r"COMMAND\s*,?\s*and\s*,?\s*\}|\band\b", ",", r"1\text{ and }2", "1,2"),
     (r"COMMAND\s*,?\s*or\s*,?\s*\}|\\(?:lor|vee)~|\bor\b", "∨", r"1\text{ or }2", "1∨2"),
     (r"(?:COMMAND\s*)?\bper ?cent\b\s*\}?", "%", r"8 \text{ percent}", "8 %"),
-    (_QUANTITY, _multiplied, r"5 \text{ million dollars}", "5*1000000"),
+    (_AFTER + r"dozen\b", r"*12\1 ", "5 dozen", "5*12"),
+    (_AFTER + r"hundred\b", r"*100\1 ", "5 hundred", "5*100"),
+    (_AFTER + r"thousand\b", r"*1e3\1 ", "5 hundred thousand", "5*100*1e3"),
+    (_AFTER + r"million\b", r"*1e6\1 ", r"5 \text{ million dollars}", "5*1e6"),
+    (_AFTER + r"billion\b", r"*1e9\1 ", r"5 \text{ billion}", "5*1e9"),
+    (_AFTER + r"trillion\b", r"*1e12\1 ", "5 trillion", "5*1e12"),
     (_THOUSANDS, lambda m: re.sub(r"\D", "", m[0]), r"1{,}234\,567", "1234567"),
     (r"(?<!\\)\\[,;:!> ]|\\q?quad~", " ", r"x\;y\quad z", "x y  z"),
     (r"(?s).+", _without_units, r"5\,\mathrm{W\,m^{-2}}", "5"),
@@ -200,7 +194,7 @@ _FAILURES = (ArithmeticError, ValueError, TypeError)  # 1 / 0; what is unreadabl
 @dataclass(eq=False)
 class _Form:
     """Anything but one number, by kind: "()", "(]", "[)", "[]" point or interval; "{}" set or list;
-    "∪" union; "=", "<", "≤", "≠" relation; "≈" exact value and its rounding; "mod" number and
+    "∪" union; "=", "<", "≤", "≠" relation; "≈" exact value and its rounding; "mod" residue and
     modulus; ":" ratio; "_" digits and base; "matrix3" by its width.
 
     `name` is what a relation only names: x in x = 5 and x < 5, f(n) in f(n) = 2n, AB in AB = 4.
@@ -260,30 +254,16 @@ def _power(a, b):
     return float(a) ** float(b)
 
 
-def _root(x, index):
-    if not isinstance(x, complex) and x < 0 and _exact(index) and index % 2:
-        return -_power(-x, _divide(1, index))  # the real root of an odd index
-    return _power(x, _divide(1, index))
-
-
 def _factorial(x):
     small = _exact(x) and x.denominator == 1 and 0 <= x <= 500
     return math.factorial(int(x)) if small else math.gamma(x + 1)
 
 
-def _floor(x) -> int:
-    """Floor, where log(1000) / log(10) counts as 3 in spite of rounding."""
-    return math.floor(x if _exact(x) else x + TOLERANCE)
-
-
-def _rounds(exact, rounded, tokens: list[str]) -> bool:
-    """Whether a number of at least two digits is what `exact`, perhaps an angle, rounds to."""
-    digits = next(filter(_is_number, tokens), "").replace(".", "").lstrip("0")
-    if len(digits) < 2 or isinstance(exact, _Form) or isinstance(rounded, _Form):
-        return False
-    exact = complex(exact).real
-    unit = 10.0 ** (math.floor(math.log10(abs(rounded))) - len(digits) + 1)
-    return any(abs(x - rounded) <= unit * 0.5000001 for x in (exact, math.degrees(exact)))
+def _rounds(exact, rounded, token: str) -> bool:
+    """Whether `rounded`, of two digits or more, is a rounding of `exact`, perhaps in degrees."""
+    unit = 10.0 ** -len(token.partition(".")[2])
+    values = (complex(exact).real, math.degrees(complex(exact).real))
+    return len(token) > 1 and any(abs(x - rounded) <= unit * 0.5000001 for x in values)
 
 
 # What names a value on the left of an equation, n for a name and 1 for a number: x, f(n), (x, y)
@@ -383,7 +363,7 @@ class _Reader:
             if i == 0 and names[0] not in ("", "e"):  # x ≈ 3.14 names a number
                 operators = ["=" if operator == "≈" else operator for operator in operators]
             else:  # π ≈ 3.14 is π, and also 3.14
-                if _rounds(parts[i], parts[-1], sides[-1]):
+                if _rounds(parts[i], parts[-1], sides[-1][0]):
                     parts[i] = _Form("≈", [parts[i], parts[-1]])
                 parts, names, operators = parts[: i + 1], names[: i + 1], operators[:i]
         if not operators:
@@ -439,7 +419,8 @@ class _Reader:
             value = _bounded(value + self.product())
         if self.next == "pmod":
             self.take()
-            value = _Form("mod", [value, self.primary()])
+            modulus = self.primary()
+            value = _Form("mod", [value % modulus, modulus])
         return value
 
     def signs(self) -> int:
@@ -512,7 +493,8 @@ class _Reader:
             value = self.sum()
             value = value if _exact(value) else complex(value).real
             self.floors.append(value)
-            value = _floor(value) if token == "lfloor" else -_floor(-value)
+            sign = 1 if token == "lfloor" else -1  # log(1000) / log(10) counts as 3
+            value = sign * math.floor(sign * value + (0 if _exact(value) else TOLERANCE))
             self.take(("rfloor", "rceil"))
         elif token == "frac":
             value = _divide(self.primary(), self.primary())
@@ -525,7 +507,9 @@ class _Reader:
                 self.take()
                 index = self.sum()
                 self.take("]")
-            value = _root(self.primary(), index)
+            value, odd = self.primary(), _exact(index) and index % 2
+            sign = -1 if odd and not isinstance(value, complex) and value < 0 else 1
+            value = sign * _power(sign * value, _divide(1, index))  # the real root of an odd index
         elif token in _FUNCTIONS:
             value = self.function(token)
         elif token == "begin":
@@ -593,7 +577,11 @@ class _Reader:
             if inside == ["0"] or set(inside[1::2]) == {","}:
                 self.at, name = closing + 1, f"{name}({''.join(inside)})"
         if name not in self.values:
-            self.values[name] = _draw(name, self.point, self.domain)
+            seed = zlib.crc32(f"{name} {self.point}".encode())
+            value = 0.2 + seed / 2**31
+            if "integer" in self.domain:  # small ones at twelve points, then up to a million
+                value = 2 + seed % (37 if self.point < 12 else 10 ** (self.point - 9))
+            self.values[name] = -value if "signed" in self.domain and seed >> 8 & 1 else value
         return self.values[name]
 
 
@@ -608,28 +596,27 @@ def _close(a, b) -> bool:
     return size < math.inf and abs(a - b) <= slack
 
 
+def _alone(x) -> list:
+    """What `x` also stands for: 5 for y = 5, {5} and 5_7, either side for π ≈ 3.14."""
+    if not isinstance(x, _Form):
+        return []
+    if x.kind == "≈" or x.kind == "{}" and len(x.parts) == 1:
+        return x.parts
+    if x.kind == "=" and x.name:
+        return x.parts[1:]
+    return x.parts[:1] if x.kind in ("_", "mod") else []
+
+
 def _same(a, b) -> bool:
     """Whether two values that were read at the same point are the same answer."""
-    kinds = [x.kind if isinstance(x, _Form) else "" for x in (a, b)]
-    if kinds == ["", ""]:
+    forms = [x for x in (a, b) if isinstance(x, _Form)]
+    if not forms:
         return _close(a, b)
-    if kinds[0] != kinds[1]:
-        for x, kind, y in ((a, kinds[0], b), (b, kinds[1], a)):
-            if kind == "=" and x.name or kind == "{}" and len(x.parts) == 1:
-                return _same(x.parts[-1], y)
-            if kind == "≈":
-                return any(_same(part, y) for part in x.parts)
-            if kind in ("_", "mod") and not isinstance(y, _Form):  # the question names the base
-                return _same(x.parts[0], y)
-        return False
-    if kinds[0] == "≈":
-        return _same(a.parts[0], b.parts[0])
-    if kinds[0] == "mod":
-        (x, modulus), (y, _) = a.parts, b.parts
-        return _same(modulus, b.parts[1]) and _close((x - y) % modulus, 0)
+    if len(forms) == 1 or a.kind != b.kind:
+        return any(_same(x, b) for x in _alone(a)) or any(_same(a, x) for x in _alone(b))
     if len(a.parts) != len(b.parts):
         return False
-    if kinds[0] in ("{}", "∪", "≠", "=") and len(a.parts) <= MAX_UNORDERED:
+    if a.kind in ("{}", "∪", "≠", "=") and len(a.parts) <= MAX_UNORDERED:
         rest = list(b.parts)
         for x in a.parts:
             match = next((i for i, y in enumerate(rest) if _same(x, y)), None)
@@ -644,23 +631,12 @@ _DEFINITION = r"(?:^|(?<=[,;∨{{] )){0} \( ({0}(?: , {0})*) \) =".format(r"\\?[
 
 
 def _renamed(tokens: list[str]) -> list[str]:
-    """The tokens of f(x) = 2x, g(t) = t with each argument named by its place; else no tokens."""
-    text, out = " ".join(tokens), []
-    starts = [m.start() for m in re.finditer(_DEFINITION, text)]
-    for start, end in zip(starts, [*starts[1:], len(text)]):
-        arguments = re.match(_DEFINITION, text[start:])[1].split(" , ")
-        places = {name: f"\\place{i}" for i, name in enumerate(arguments)}
-        out += [places.get(token, token) for token in text[start:end].split()]
-    return text[: starts[0]].split() + out if starts else []
-
-
-def _draw(name: str, point: int, domain: str):
-    """The value of a variable at a sample point: any fixed number that depends on both."""
-    seed = zlib.crc32(f"{name} {point}".encode())
-    value = 0.2 + seed / 2**31
-    if "integer" in domain:  # small ones at twelve points, then up to a million
-        value = 2 + seed % (37 if point < 12 else 10 ** (point - 9))
-    return -value if "signed" in domain and seed >> 8 & 1 else value
+    """The tokens of f(x) = x, f(x) = -x with each argument named by its place; else no tokens."""
+    arguments = {match[1] for match in re.finditer(_DEFINITION, " ".join(tokens))}
+    if len(arguments) != 1:
+        return []
+    places = {name: f"\\place{i}" for i, name in enumerate(arguments.pop().split(" , "))}
+    return [places.get(token, token) for token in tokens]
 
 
 def _near_jumps(tokens: list[str], point: int, domain: str) -> Iterator[dict]:
@@ -680,14 +656,6 @@ def _near_jumps(tokens: list[str], point: int, domain: str) -> Iterator[dict]:
         yield from (first.values | {name: near} for near in (at - 1, at, at + 1))
 
 
-def _sample_points(a: list[str], b: list[str], domain: str) -> Iterator[tuple[int, dict]]:
-    """Numbers of the sample points, and the values of the variables that are not drawn."""
-    yield from ((point, {}) for point in range({"positive": 3, "signed": 6}.get(domain, 16)))
-    if "integer" in domain:
-        for point, tokens in itertools.product(range(11, 16), (a, b)):
-            yield from ((point, values) for values in _near_jumps(tokens, point, domain))
-
-
 def _proportional(pairs: list[tuple]) -> bool:
     """Whether equations are the same but for a constant factor: y = 2x and 2x - y = 0."""
     gaps = [[equation.parts[0] - equation.parts[1] for equation in pair] for pair in pairs]
@@ -695,10 +663,16 @@ def _proportional(pairs: list[tuple]) -> bool:
     return len(gaps) > 1 and all(p and q and _close(p * q0, q * p0) for p, q in gaps)
 
 
-def _agree_on(a: list[str], b: list[str], domain: str) -> bool:
+def _agree(a: list[str], b: list[str], domain: str) -> bool:
+    """Whether two token lists give the same answer at every sample point."""
+    points = ((point, {}) for point in range({"positive": 3, "signed": 6}.get(domain, 16)))
+    if "integer" in domain:
+        places = itertools.product(range(11, 16), (a, b))
+        jumps = ((n, x) for n, tokens in places for x in _near_jumps(tokens, n, domain))
+        limit = max(12, MAX_FLOOR_TOKENS // (len(a) + len(b)))
+        points = itertools.islice(itertools.chain(points, jumps), limit)
     pairs, floors = [], []
-    limit = max(12, MAX_FLOOR_TOKENS // (len(a) + len(b)))
-    for point, values in itertools.islice(_sample_points(a, b, domain), limit):
+    for point, values in points:
         readers = [_Reader(tokens, point, domain, values) for tokens in (a, b)]
         x, y = (reader.answer() for reader in readers)
         equations = all(isinstance(z, _Form) and z.kind == "=" for z in (x, y))
@@ -711,23 +685,8 @@ def _agree_on(a: list[str], b: list[str], domain: str) -> bool:
     if not all(_same(x, y) for x, y in pairs) and not _proportional(pairs):
         return False
     # A floor of what is an integer at all these points says that the variables are real numbers.
-    real = any(all(x == _floor(x) for x in arguments) for arguments in zip(*floors))
-    return not real or _agree_on(a, b, "signed")
-
-
-def _agree(a: list[str], b: list[str]) -> bool:
-    """Whether two token lists give the same answer at every sample point."""
-    if (x := _renamed(a)) and (y := _renamed(b)):
-        a, b = x, y
-    # Variables are positive, as in counting and physics: sqrt(x^2) is x. An absolute value asks
-    # for negative numbers too, and floors are taken of integers.
-    tokens = {*a, *b}
-    domain = "signed" if "|" in tokens else "positive"
-    domain += " integer" if tokens & {"lfloor", "lceil"} else ""
-    try:
-        return _agree_on(a, b, domain)
-    except _FAILURES:
-        return False
+    real = any(all(x % 1 == 0 for x in arguments) for arguments in zip(*floors))
+    return not real or _agree(a, b, "signed")
 
 
 def _readings(text: str) -> list[list[str]]:
@@ -762,13 +721,22 @@ def math_equal(a: str, b: str) -> bool:
         return False
     if _is_words(a) or _is_words(b):
         return re.sub(r"[^a-z]", "", a.lower()) == re.sub(r"[^a-z]", "", b.lower()) != ""
-    for x, y in itertools.product(_readings(a), _readings(b)):
-        if _agree(x, y):
-            return True
-        if ("%" in a) != ("%" in b):  # 62.5% answers 62.5 and 0.625, as the question has it
-            percent, other = (x, y) if "%" in a else (y, x)
-            if _agree(["(", *percent, ")", "/", "100"], other):
+    pairs = list(itertools.product(_readings(a), _readings(b)))
+    if ("%" in a) != ("%" in b):  # 62.5% answers 62.5 and 0.625, as the question has it
+        hundredths = [pair if "%" in a else pair[::-1] for pair in pairs]
+        pairs += [(["(", *percent, ")", "/", "100"], number) for percent, number in hundredths]
+    for x, y in pairs:
+        if (p := _renamed(x)) and (q := _renamed(y)):
+            x, y = p, q
+        # Variables are positive, as in counting and physics: sqrt(x^2) is x. An absolute value
+        # asks for negative numbers too, and floors are taken of integers.
+        domain = "signed" if "|" in x + y else "positive"
+        domain += " integer" if {*x, *y} & {"lfloor", "lceil"} else ""
+        try:
+            if _agree(x, y, domain):
                 return True
+        except _FAILURES:
+            pass
     return _same_text(a, b)
 
 
