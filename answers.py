@@ -273,12 +273,12 @@ _FACTOR = r"(?:n(?:\(-?1(?:,-?1)*\)|\{n+\})?|\[n+\]|\|n+\||frac\{n+\}\{n+\})"
 _NAMED_NUMBER = re.compile(rf"{_FACTOR}+(?:[-+*/]{_FACTOR}+)*")
 
 
-def _side_names(sides: list[list[str]]) -> list[str]:
+def _side_names(sides: list[list[str]], operators: list[str]) -> list[str]:
     """What each side of a relation names, "" for a side that is a value."""
     names = [side[0] if len(side) == 1 and _is_name(side[0]) else "" for side in sides]
     kinds = ["1" if _is_number(token) else token for token in sides[0]]
     kinds = ["n" if _is_name(k) or k in ("e", *_ANGLE_FUNCTIONS) else k for k in kinds]
-    a_number = not any(map(_is_name, itertools.chain(*sides[1:])))
+    a_number = {*operators} <= {"=", "≈"} and not any(map(_is_name, itertools.chain(*sides[1:])))
     if _NAME.fullmatch("".join(kinds)) or a_number and _NAMED_NUMBER.fullmatch("".join(kinds)):
         names[0] = "".join(sides[0])
     return names
@@ -357,7 +357,7 @@ class _Reader:
             sides.append(self.tokens[start : self.at])
             if self.next in _RELATIONS:
                 operators.append(self.take())
-        names = _side_names(sides) if operators else []
+        names = _side_names(sides, operators) if operators else []
         if "≈" in operators:
             i = operators.index("≈")
             if i == 0 and names[0] not in ("", "e"):  # x ≈ 3.14 names a number
@@ -691,7 +691,7 @@ def _agree(a: list[str], b: list[str], domain: str) -> bool:
 
 def _readings(text: str) -> list[list[str]]:
     """Token lists for a cleaned answer; 100,200 may be one number or two."""
-    text = merged = re.sub(r"\\?%", "", text)
+    text = merged = re.sub(r"\\?%", " ", text)
     if not re.search(r"[(\[{][^)\]}]*,", text):
         thousands = r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])"
         merged = re.sub(thousands, lambda match: match[0].replace(",", ""), text)
@@ -720,7 +720,8 @@ def math_equal(a: str, b: str) -> bool:
     if not a or not b:
         return False
     if _is_words(a) or _is_words(b):
-        return re.sub(r"[^a-z]", "", a.lower()) == re.sub(r"[^a-z]", "", b.lower()) != ""
+        a, b = (re.sub(r"[\s(){},.'\-]|\\text", "", x.lower()) for x in (a, b))
+        return a == b
     pairs = list(itertools.product(_readings(a), _readings(b)))
     if ("%" in a) != ("%" in b):  # 62.5% answers 62.5 and 0.625, as the question has it
         hundredths = [pair if "%" in a else pair[::-1] for pair in pairs]
