@@ -3,7 +3,7 @@ r"""Right and wrong spellings of the benchmarks' gold answers, and what the grad
     python tests/spellings.py                 # acceptance, speed and worst case
     python tests/spellings.py --math_verify   # the same cases through math-verify as well
 
-Every rewriting here is a plain edit of the gold string, made without a look at `answers.py`: a right
+Every rewriting is a plain edit of the gold string, made without a look at `answers.py`: a right
 spelling keeps the value by construction, a wrong one changes it. The environment variable
 STAPO_BENCHMARKS names the folder of the six benchmarks: aime24.jsonl, ..., olympiadbench.jsonl.
 """

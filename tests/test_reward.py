@@ -7,7 +7,7 @@ import pytest
 import spellings
 from spellings import boxed
 
-import answers
+import latex
 from reward import extract_answer, is_correct, math_equal, math_reward
 
 needs_benchmarks = pytest.mark.skipif(
@@ -491,13 +491,13 @@ def pairs(table: str) -> list[list[str]]:
     return [[x.strip() for x in line.split(" | ")] for line in table.strip().splitlines()]
 
 
-@pytest.mark.parametrize("rule", answers._RULES, ids=[rule[2] for rule in answers._RULES])
+@pytest.mark.parametrize("rule", latex.RULES, ids=[rule[2] for rule in latex.RULES])
 def test_cleaning_rule(rule, monkeypatch):
     """Each rule's example is cleaned as the table says, and not without the rule."""
     _, _, before, after = rule
-    assert answers._clean.__wrapped__(before) == after
-    monkeypatch.setattr(answers, "_RULES", [other for other in answers._RULES if other is not rule])
-    assert answers._clean.__wrapped__(before) != after
+    assert latex.clean.__wrapped__(before) == after
+    monkeypatch.setattr(latex, "RULES", [other for other in latex.RULES if other is not rule])
+    assert latex.clean.__wrapped__(before) != after
 
 
 @pytest.mark.parametrize("a, b", pairs(EQUAL))
