@@ -3,23 +3,25 @@ r"""When two mathematical answers are equal.
     math_equal(r"2(n-1)", "$2n-2$")   -> True
     math_equal(r"(1, 2]", "(1, 2)")   -> False
 
-An answer is cleaned (spacing, units, thousands separators), cut into tokens, and read by a small
-recursive-descent parser that computes while it reads: exactly (int, Fraction) as long as the
-expression is rational, in floats or complex numbers otherwise. A variable takes fixed values that
-depend on its name alone, and two answers are equal when they agree at every such point. What
-cannot be read is compared as text. Model text is never run as code, and every path is bounded:
-length, nesting, number of tokens read, digits and exponents all have a limit.
+latex.py writes both answers in one spelling and cuts them into tokens. A small recursive-descent
+parser computes while it reads: exactly (int, Fraction) as long as the expression is rational, in
+floats or complex numbers otherwise. A variable takes fixed values that depend on its name alone,
+and two answers are equal when they agree at every such point. What cannot be read is compared as
+text. Model text is never run as code, and its length, nesting, tokens and digits are bounded.
 
 Right answers that are still refused:
 - identities that hold only for integers, (-1)^n = cos(pi n), or only on a branch of a root;
 - families written with other constants: C_1 for A, or pi/6 + 2 pi k beside pi/6 + pi k;
 - fewer digits than the gold answer has, 41 for 41.8, and another unit, 1 m for 100 cm;
-- a bare one-letter unit outside \text or \mathrm, "5 m" for 5: it reads as a variable;
-- integers with spaced separators, 11, 111, 100: they read as a list;
+- units that read as variables or numbers: "5 m" outside \text, \mu\mathrm{m}, 5 ft 6 in, 5° 30';
+- the value of a power by its name, AB^2 = 80: x^2 = 80 would be an equation for x;
+- integers with spaced separators, 11, 111, 100, and products written as 2 3: they read as lists;
 - a bar that is mere notation, AB for \overline{AB}: over z it is the conjugate;
+- unions cut in other places, (0, 1] \cup [1, 2) for (0, 2), and x < 0 "and" x > 2 for a union;
 - sums, integrals, set builders, piecewise functions, and paraphrases of text answers;
-- numbers beyond about 10^300 that are irrational, and rational ones beyond 4,096 bits.
-Units are dropped, not compared: 15 cm^3 counts for 15 cm^2.
+- irrational numbers beyond about 10^300, and rational ones beyond 4,096 bits.
+Units are dropped, not compared: 15 cm^3 counts for 15 cm^2. The modulus and the base may be left
+out, 5 for 5 \pmod 7 or 5_7, as the question names them.
 """
 
 import cmath
@@ -46,8 +48,7 @@ INFINITY = 1.7e300  # stands for \infty and keeps -\infty apart from it
 
 _ANGLE_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc")
 _RELATIONS = frozenset("= < > ≤ ≥ ≠ ≈ ∈ :".split())
-_STOP = frozenset(") ] } \\} , ; ∨ ∪ + - ± ∓ & \\\\ rfloor rceil end pmod".split())
-_STOP |= _RELATIONS | {""}
+_STOP = _RELATIONS | {"", *") ] } \\} , ; ∨ ∪ + - ± ∓ & \\\\ rfloor rceil end pmod".split()}
 _CLOSING = {"(": ")]", "[": ")]", "\\{": ("\\}", "}"), "{": ("}", "\\}")}
 _FAILURES = (ArithmeticError, ValueError, TypeError)  # 1 / 0; what is unreadable; a set plus one
 
@@ -114,11 +115,12 @@ def _factorial(x):
     return math.factorial(int(x)) if small else math.gamma(x + 1)
 
 
-def _rounds(exact, rounded, token: str) -> bool:
-    """Whether `rounded`, of two digits or more, is a rounding of `exact`, perhaps in degrees."""
-    unit = 10.0 ** -len(token.partition(".")[2])
-    values = (complex(exact).real, math.degrees(complex(exact).real))
-    return len(token) > 1 and any(abs(x - rounded) <= unit * 0.5000001 for x in values)
+def _rounds(exact, rounded, digits: str) -> bool:
+    """Whether a number of two `digits` or more is a rounding of `exact`, perhaps in degrees."""
+    if isinstance(exact, _Form) or isinstance(rounded, _Form) or len(digits) < 2:
+        return False
+    slack, x = 0.5000001 / 10 ** len(digits.partition(".")[2]), complex(exact).real
+    return min(abs(x - rounded), abs(math.degrees(x) - rounded)) <= slack
 
 
 # What names a value on the left of an equation, n for a name and 1 for a number: x, f(n), (x, y)
@@ -162,8 +164,7 @@ class _Reader:
         self.tokens, self.at, self.steps, self.depth = [*tokens, ""], 0, 0, 0
         self.point, self.domain, self.values, self.floors = point, domain, dict(values or {}), []
         self.sign, self.plus_minus = 1, False  # what ± stands for, and whether one was read
-        self.bars = self.angles = 0  # open |, and trigonometric functions around the token
-        self.factor = 0  # where the last factor starts
+        self.bars = self.angles = self.factor = 0  # open |, open sin, start of the last factor
 
     @property
     def next(self) -> str:
@@ -213,7 +214,7 @@ class _Reader:
             if i == 0 and names[0] not in ("", "e"):  # x ≈ 3.14 names a number
                 operators = ["=" if operator == "≈" else operator for operator in operators]
             else:  # π ≈ 3.14 is π, and also 3.14
-                if _rounds(parts[i], parts[-1], sides[-1][0]):
+                if _rounds(parts[i], parts[-1], next(filter(_is_number, sides[-1]), "")):
                     parts[i] = _Form("≈", [parts[i], parts[-1]])
                 parts, names, operators = parts[: i + 1], names[: i + 1], operators[:i]
         if not operators:
@@ -258,8 +259,7 @@ class _Reader:
 
     def union(self):
         parts = [self.sum()]
-        while self.next == "∪":
-            self.take()
+        while self.next == "∪" and self.take():
             parts.append(self.sum())
         return parts[0] if len(parts) == 1 else _union(parts)
 
@@ -269,8 +269,7 @@ class _Reader:
             value = _bounded(value + self.product())
         if self.next == "pmod":
             self.take()
-            modulus = self.primary()
-            value = _Form("mod", [value % modulus, modulus])
+            value = _Form("mod", [value % (modulus := self.primary()), modulus])
         return value
 
     def signs(self) -> int:
@@ -403,8 +402,8 @@ class _Reader:
                 rows[-1].append(self.sum())
             elif self.next != "end":
                 rows.append([self.sum()])
-        parts = list(itertools.chain(*rows))
-        return _Form("()" if len(rows[0]) == 1 else f"matrix{len(rows[0])}", parts)
+        kind = "()" if len(rows[0]) == 1 else f"matrix{len(rows[0])}"
+        return _Form(kind, [*itertools.chain(*rows)])
 
     def variable(self, name: str):
         if self.next == "(":  # I(0) and f(x, y) are values, no products
@@ -480,16 +479,17 @@ def _near_jumps(tokens: list[str], point: int, domain: str) -> Iterator[dict]:
     first = _Reader(tokens, point, domain)
     first.answer()
     for name, i in itertools.product(list(first.values), range(len(first.floors))):
-        at, step, steps = first.values[name], 1, 0
-        while step and 2 < at < 10**9 and (steps := steps + 1) < 9:
-            readers = [
-                _Reader(tokens, point, domain, first.values | {name: at + d}) for d in (0, 1)
-            ]
-            x, y = (reader.answer() and reader.floors[i] for reader in readers)
+        at = first.values[name]
+        for _ in range(8):
+            near = (first.values | {name: at}, first.values | {name: at + 1})
+            readers = [_Reader(tokens, point, domain, values) for values in near]
+            x, y = ([reader.answer(), reader.floors[i]][1] for reader in readers)
             jump = math.floor(first.floors[i]) + (y > x)
             step = math.ceil((jump - x) / (y - x)) if x != y else 0
             at += step
-        yield from (first.values | {name: near} for near in (at - 1, at, at + 1))
+            if not step or not 2 < at < 10**9:
+                break
+        yield from (first.values | {name: x} for x in (at - 1, at, at + 1) if 1 < x < 10**9)
 
 
 def _agree(a: list[str], b: list[str], domain: str) -> bool:
@@ -514,8 +514,8 @@ def _agree(a: list[str], b: list[str], domain: str) -> bool:
     if not all(_same(x, y) for x, y in pairs):
         # Equations may differ by a constant factor: y = 2x and 2x - y = 0.
         gaps = [[equation.parts[0] - equation.parts[1] for equation in pair] for pair in pairs]
-        p0, q0 = gaps[0]
-        if len(gaps) < 2 or not all(p and q and _close(p * q0, q * p0) for p, q in gaps):
+        ratios = [_divide(p, q) for p, q in gaps]
+        if len(gaps) < 2 or not all(ratio and _close(ratio, ratios[0]) for ratio in ratios):
             return False
     # A floor of what is an integer at all these points says that the variables are real numbers.
     real = any(all(x % 1 == 0 for x in arguments) for arguments in zip(*floors))
@@ -532,9 +532,7 @@ def _readings(text: str) -> list[list[str]]:
 
 
 def _is_words(text: str) -> bool:
-    if not re.fullmatch(r"[A-Za-z\s,.'()\-]+", text):
-        return False
-    words = re.findall(r"[A-Za-z]+", text)
+    words = re.findall(r"[A-Za-z]+", text) if re.fullmatch(r"[A-Za-z\s,.'()\-]+", text) else []
     return any(len(w) > 2 and w not in COMMANDS or w.lower() == "no" for w in words)
 
 
@@ -553,8 +551,7 @@ def math_equal(a: str, b: str) -> bool:
     if not a or not b:
         return False
     if _is_words(a) or _is_words(b):
-        a, b = (re.sub(r"[\s(){},.'\-]|\\text", "", x.lower()) for x in (a, b))
-        return a == b
+        return _same_text(*(re.sub(r"[\s(){},.'\-]", "", x.lower()) for x in (a, b)))
     pairs = list(itertools.product(_readings(a), _readings(b)))
     if ("%" in a) != ("%" in b):  # 62.5% answers 62.5 and 0.625, as the question has it
         hundredths = [pair if "%" in a else pair[::-1] for pair in pairs]
@@ -562,8 +559,7 @@ def math_equal(a: str, b: str) -> bool:
     for x, y in pairs:
         if (p := _renamed(x)) and (q := _renamed(y)):
             x, y = p, q
-        # Variables are positive, as in counting and physics: sqrt(x^2) is x. An absolute value
-        # asks for negative numbers too, and floors are taken of integers.
+        # Variables are positive: sqrt(x^2) is x. |x| asks for negative ones, a floor for integers.
         domain = "signed" if "|" in x + y else "positive"
         domain += " integer" if {*x, *y} & {"lfloor", "lceil"} else ""
         try:
@@ -582,11 +578,10 @@ _MEASURED = re.compile(
 def rounds_to(answer: str, gold: str) -> bool:
     """Whether a number with more digits than a measured gold answer rounds to it.
 
-    Minerva's gold answers are rounded results of a computation (4.5e33, 41.8) and carry no mark of
-    it but their form: scientific notation, or a decimal of three or more significant digits. Half
-    a unit in the last digit of the gold answer is allowed, and at most 1 %, the tolerance of
-    Minerva's own grader for small numbers; so 41.83 counts for 41.8 and 41.9 does not. Integers,
-    short decimals (1.5) and everything else have to be equal.
+    Minerva's gold answers are rounded results and carry no mark of it but their form: scientific
+    notation (4.5e33), or a decimal of three or more significant digits (41.8). Half a unit in the
+    last digit of the gold answer is allowed, and at most 1 %: 41.83 counts for 41.8 and 41.9 does
+    not. Integers, short decimals (1.5) and everything else have to be equal.
     """
     match = _MEASURED.fullmatch(gold.strip())
     if match is None or len(answer) > MAX_CHARS or len(gold) > 40:
@@ -595,9 +590,8 @@ def rounds_to(answer: str, gold: str) -> bool:
     if not exponent and ("." not in digits or len(digits.replace(".", "").lstrip("0")) < 3):
         return False
     try:
-        target, value = (
-            _Reader(_readings(clean(x))[0], 0, "positive").answer() for x in (gold, answer)
-        )
+        readers = [_Reader(_readings(clean(x))[0], 0, "positive") for x in (gold, answer)]
+        target, value = (reader.answer() for reader in readers)
         while isinstance(value, _Form) and (value.kind == "≈" or value.kind == "=" and value.name):
             value = value.parts[1]
         unit = _power(10, int(exponent or 0) - len(digits.partition(".")[2]))

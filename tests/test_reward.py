@@ -170,6 +170,8 @@ a_5 = 12 | 12
 \sqrt{2.5} \approx 1.6 | 1.6
 \sqrt{2.5} \approx 1.58 | \sqrt{2.5}
 \approx 3.14 | 3.14
+-\sqrt{2.5} \approx -1.58 | -1.58
+(1/3, 2/3) \approx (0.33, 0.67) | (1/3, 2/3)
 ≈ 3.14 | 3.14
 x = \sqrt{2} \approx 1.41 | \sqrt2
 x = \sqrt{2} \approx 1.41 | 1.41
