@@ -335,7 +335,7 @@ class _Reader:
             self.bars -= 1
         elif token in ("lfloor", "lceil"):
             value = self.sum()
-            value = value if _exact(value) else complex(value).real
+            value = value if value.imag else value.real
             self.floors.append(value)
             sign = 1 if token == "lfloor" else -1  # log(1000) / log(10) counts as 3
             value = sign * math.floor(sign * value + (0 if _exact(value) else TOLERANCE))
@@ -406,11 +406,8 @@ class _Reader:
         return _Form(kind, [*itertools.chain(*rows)])
 
     def variable(self, name: str):
-        if self.next == "(":  # I(0) and f(x, y) are values, no products
-            closing = self.tokens.index(")", self.at)
-            inside = self.tokens[self.at + 1 : closing]
-            if inside == ["0"] or set(inside[1::2]) == {","}:
-                self.at, name = closing + 1, f"{name}({''.join(inside)})"
+        if self.tokens[self.at : self.at + 3] == ["(", "0", ")"]:  # I(0) is a value, not I * 0
+            self.at, name = self.at + 3, name + "(0)"
         if name not in self.values:
             seed = zlib.crc32(f"{name} {self.point}".encode())
             value = 0.2 + seed / 2**31

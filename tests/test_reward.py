@@ -387,6 +387,17 @@ at least 5 | 5
 \text{over } 5 | 5
 \text{approximately } 5 | 6
 \text{5 or 6} | 5
+\lfloor m/50 \rfloor \lfloor n/50 \rfloor | 0
+x n \in [-2,7] | [-2,7]
+m + n < 5 | (-\infty,5)
+f(x)=x+y, g(y)=1 | f(x)=2x, g(y)=1
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}\begin{pmatrix} 1 \\ 2 \end{pmatrix} | ((1,2),(2,4))
+17.%5 | 17.5%
+MR,SRMC | MR=SRMC
+\text{east0} | \text{east}
+5 \text{\text{ at least } cents} | 5
+x = \text{5} + 1 | x = 1
+\lfloor \log_2 (-n) \rfloor | \lfloor \log_2 n \rfloor
 \lfloor\sqrt{k}\rfloor | \lfloor\sqrt{k+1}\rfloor
 \lfloor n/4\rfloor+\lfloor n/100\rfloor | \lfloor n/4\rfloor
 \lfloor n/100\rfloor-\lfloor n/400\rfloor | \lfloor n/100\rfloor
