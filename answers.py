@@ -81,7 +81,7 @@ def _is_name(token: str) -> bool:
 
 
 def _is_number(token: str) -> bool:
-    return token[:1] in tuple(".0123456789")
+    return token[:1].isdecimal() or token[:1] == "."
 
 
 def _exact(x) -> bool:
@@ -325,7 +325,8 @@ class _Reader:
         token = self.take()
         if _is_number(token):
             digits, _, base = token.partition("_")
-            value = _Form("_", [Fraction(digits), Fraction(base)]) if base else Fraction(digits)
+            value = int(digits) if digits.isdecimal() else Fraction(digits)
+            value = _Form("_", [value, int(base)]) if base else value
         elif token in _CLOSING:
             value = self.group(token)
         elif token == "|":
@@ -554,7 +555,7 @@ def math_equal(a: str, b: str) -> bool:
         hundredths = [pair if "%" in a else pair[::-1] for pair in pairs]
         pairs += [(["(", *percent, ")", "/", "100"], number) for percent, number in hundredths]
     for x, y in pairs:
-        if (p := _renamed(x)) and (q := _renamed(y)):
+        if "=" in x and "=" in y and (p := _renamed(x)) and (q := _renamed(y)):
             x, y = p, q
         # Variables are positive: sqrt(x^2) is x. |x| asks for negative ones, a floor for integers.
         domain = "signed" if "|" in x + y else "positive"
