@@ -52,6 +52,18 @@ HOSTILE = {
     "huge exponent": "1e999999999",
     "underscores": "x_{" * 300,
     "matrix": r"\begin{pmatrix}" + "1&" * 450 + r"1\end{pmatrix}",
+    "many floors": r"\lfloor n/7 \rfloor+" * 45 + "1",
+    "floors of a long sum": r"\lfloor " + "n+" * 440 + r"n \rfloor",
+    "floors of floors": r"\lfloor " * 35 + "n/3" + r" \rfloor" * 35,
+    "floors of large powers": r"\lfloor n^{400}/7^{300} \rfloor+" * 30 + "1",
+    "units within units": r"_\text{" * 140,
+    "units and numbers": r"5\text{ m}" * 90,
+    "names": "m+" * 480 + "n = 5",
+    "equal names": "x=y=" * 200 + "1",
+    "definitions": "f(x)=x," * 130,
+    "alternatives": "x<1 or " * 140 + "x<2",
+    "residues": r"5\pmod 7" * 110,
+    "escaped": "\\\\" * 240,
 }
 HOSTILE_RESPONSES = {
     "two million characters": "x" * 2_000_000,
@@ -430,7 +442,8 @@ def hostile_seconds(is_correct) -> dict[str, float]:
     """Slowest of the ways in which each hostile text can come, in seconds."""
     out = {}
     for name, text in HOSTILE.items():
-        ways = ((boxed(text), "5"), (boxed(text), text), (boxed("5"), text), (text, "5"))
+        ways = [(boxed(text), "5"), (boxed(text), text), (boxed("5"), text), (text, "5")]
+        ways.append((boxed(f"0 + {text}"), text))
         out[name] = max(seconds(is_correct, *way) for way in ways)
     for name, text in HOSTILE_RESPONSES.items():
         out[name] = seconds(is_correct, text, "5")
