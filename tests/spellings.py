@@ -3,7 +3,7 @@ r"""Right and wrong spellings of the benchmarks' gold answers, and what the grad
     python tests/spellings.py                 # acceptance, speed and worst case
     python tests/spellings.py --math_verify   # the same cases through math-verify as well
 
-Every rewriting here is a plain edit of the gold string, made without a look at `reward.py`: a right
+Every rewriting is a plain edit of the gold string, made without a look at `answers.py`: a right
 spelling keeps the value by construction, a wrong one changes it. The environment variable
 STAPO_BENCHMARKS names the folder of the six benchmarks: aime24.jsonl, ..., olympiadbench.jsonl.
 """
@@ -52,6 +52,18 @@ HOSTILE = {
     "huge exponent": "1e999999999",
     "underscores": "x_{" * 300,
     "matrix": r"\begin{pmatrix}" + "1&" * 450 + r"1\end{pmatrix}",
+    "many floors": r"\lfloor n/7 \rfloor+" * 45 + "1",
+    "floors of a long sum": r"\lfloor " + "n+" * 440 + r"n \rfloor",
+    "floors of floors": r"\lfloor " * 35 + "n/3" + r" \rfloor" * 35,
+    "floors of large powers": r"\lfloor n^{400}/7^{300} \rfloor+" * 30 + "1",
+    "units within units": r"_\text{" * 140,
+    "units and numbers": r"5\text{ m}" * 90,
+    "names": "m+" * 480 + "n = 5",
+    "equal names": "x=y=" * 200 + "1",
+    "definitions": "f(x)=x," * 130,
+    "alternatives": "x<1 or " * 140 + "x<2",
+    "residues": r"5\pmod 7" * 110,
+    "escaped": "\\\\" * 240,
 }
 HOSTILE_RESPONSES = {
     "two million characters": "x" * 2_000_000,
@@ -331,6 +343,79 @@ def wrong_spellings(gold: str, others: list[str], rng: random.Random) -> list[st
     return list(dict.fromkeys(x for x in out if x.strip() and x != bare))
 
 
+def number_pairs(bare: str) -> list[tuple[str, str]]:
+    """(right, wrong) spellings of a number: named values, words, units, residues."""
+    n = int(bare) if re.fullmatch(r"-?\d+", bare) else None
+    other = rf"{bare}+7" if n is None else str(n + 1)
+    pairs = [
+        (f"AB = {bare}", f"AB = {other}"),
+        (f"f(2) = {bare}", f"f(2) = {bare}, f(3) = 7"),
+        (f"m+n = {bare}", f"m+n = {other}"),
+        (rf"\angle PSQ = {bare}^\circ", rf"\angle PSQ = {other}"),
+        (rf"\frac{{AB}}{{CD}} = {bare}", rf"\frac{{AB}}{{CD}} = -({other})"),
+        (rf"{bare}\,\mathrm{{W\,m^{{-2}}}}", rf"\text{{at least }} {bare}"),
+        (rf"{bare}\,\mathrm{{erg\,s^{{-1}}}}", rf"{bare} \text{{ or more}}"),
+        (rf"{bare} {{\rm cm}}", rf"\text{{more than }} {bare}"),
+        (rf"{bare} \text{{ units}}", rf"{bare} \text{{ R }} 2"),
+        (rf"= {bare}", rf"{bare} \text{{ out of }} 15"),
+    ]
+    if bare != "0":
+        pairs.append((rf"1000000({bare}) / 10^6", rf"{bare} \text{{ million}}"))
+    if n is not None and n > 3:
+        factor = next((d for d in range(2, n) if n % d == 0), n)
+        pairs.append((f"{factor} \\cdot {n // factor}", f"{factor} {n // factor}"))
+        pairs.append((f"({factor})({n // factor})", rf"{factor} \text{{ ft }} {n // factor}"))
+        pairs.append((rf"{n} \pmod{{{n + 3}}}", rf"{n - 1} \pmod{{{n + 3}}}"))
+        pairs.append((rf"x \equiv {n} \pmod{{{n + 3}}}", rf"{n} \pmod{{{n + 3}}} + 1"))
+    if n is not None and n not in (0, 1):
+        pairs.append((f"x = {bare}", f"x^2 = {bare}"))
+        pairs.append((f"{bare} = x", f"2x = {bare}"))
+    return pairs
+
+
+def pairs(bare: str) -> list[tuple[str, str]]:
+    """(right, wrong) spellings of a gold answer, each wrong one a near miss of the right one."""
+    number = re.fullmatch(r"-?\d+(?:\.\d+)?|-?\d*\\sqrt\{\d+\}|-?\\frac\{\d+\}\{\d+\}", bare)
+    out = number_pairs(bare) if number else []
+    if "\\" in bare and not re.search(r"\\\\|\\text|\\mbox|\$", bare):
+        escaped = bare.replace("\\", "\\\\")
+        changed = re.sub(r"\d", lambda m: str(int(m[0]) + 1), escaped, count=1)
+        out += [(escaped, changed)] if changed != escaped else []
+    if m := re.fullmatch(r"-?\\[dt]?frac\{(\d+)\}\{(\d+)\}", bare):
+        value = (-1) ** (bare[0] == "-") * Fraction(int(m[1]), int(m[2]))
+        if abs(value) > 0.1 and (value * 10**4).denominator > 1:
+            out.append((rf"{bare} \approx {float(value):.4f}", rf"{float(value):.4f}"))
+            out.append((rf"x = {bare} \approx {float(value):.3f}", rf"\approx {float(value):.3f}"))
+    if m := re.fullmatch(r"([a-zA-Z])\(([a-z])\) ?= ?([^=,]*)", bare):
+        renamed = re.sub(rf"(?<![A-Za-z\\]){m[2]}(?![A-Za-z])", "t", m[3])
+        out.append((f"{m[1]}(t) = {renamed}", f"{m[1]}(t) = {renamed} + {m[2]}"))
+        out.append((f"{m[1]}(t)={renamed}", f"{m[1]}(t) = 2({renamed})"))
+    if m := re.fullmatch(r"\(-\\infty, ?(\S+)\) ?\\cup ?\((\S+), ?\\infty\)", bare):
+        out.append(
+            (rf"x < {m[1]} \text{{ or }} x > {m[2]}", rf"x \le {m[1]} \text{{ or }} x > {m[2]}")
+        )
+        out.append((f"x<{m[1]} or {m[2]}<x", rf"x < {m[1]} \text{{ and }} x > {m[2]}"))
+    if m := re.fullmatch(r"\(([^,]+), ?\\infty\)", bare):
+        out.append((f"y > {m[1]}", f"y >= {m[1]}"))
+    if m := re.fullmatch(r"(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]", bare):
+        out.append((f"{m[1]} <= x <= {m[2]}", f"{m[1]} <= x < {m[2]}"))
+    if m := re.fullmatch(r"(\d+)_\{?(\d)\}?", bare):
+        out.append((f"({m[1]})_{m[2]}", f"({m[1]})_{int(m[2]) + 1}"))
+    if m := re.fullmatch(r"([\d.]+) ?\\?%", bare):
+        out.append((f"{m[1]} percent", f"{m[1]}1 percent"))
+        out.append((rf"{m[1]} \text{{ percent}}", rf"{m[1]} \text{{ hundredths}}"))
+    if m := re.fullmatch(r"\\binom\{(\w+)\}\{(\w+)\}", bare):
+        out.append((rf"{{{m[1]} \choose {m[2]}}}", rf"{{{m[2]} \choose {m[1]}}}"))
+    if "matrix" in bare and "/" not in bare:
+        doubled = re.sub(r"\d+", lambda m: str(2 * int(m[0])), bare)
+        out += [(rf"\frac{{1}}{{2}}{doubled}", f"2{doubled}"), (f"--{bare}", f"-{bare}")]
+    if "floor" in bare or "lceil" in bare:
+        for command in ("floor", "ceil"):
+            later = re.sub(r"(?<=[A-Za-z} ])([a-z])(?![a-z])", r"(\1+1)", bare)
+            out.append((bare.replace(f"\\l{command}", f"\\l{command} "), later))
+    return out
+
+
 def boxed(answer: str) -> str:
     return rf"Adding both sides we find that it is $\boxed{{{answer}}}$."
 
@@ -341,6 +426,9 @@ def cases(seed: int = 0) -> tuple[list[tuple], list[tuple]]:
     others = [gold for _, gold in rows]
     right = [(f, g, s) for f, g in rows for s in right_spellings(g, rng)]
     wrong = [(f, g, s) for f, g in rows for s in wrong_spellings(g, others, rng)]
+    near = [(f, g, *pair) for f, g in rows for pair in pairs(g.strip("$ "))]
+    right += [(f, g, s) for f, g, s, _ in near]
+    wrong += [(f, g, s) for f, g, _, s in near]
     return right, wrong
 
 
@@ -354,7 +442,8 @@ def hostile_seconds(is_correct) -> dict[str, float]:
     """Slowest of the ways in which each hostile text can come, in seconds."""
     out = {}
     for name, text in HOSTILE.items():
-        ways = ((boxed(text), "5"), (boxed(text), text), (boxed("5"), text), (text, "5"))
+        ways = [(boxed(text), "5"), (boxed(text), text), (boxed("5"), text), (text, "5")]
+        ways.append((boxed(f"0 + {text}"), text))
         out[name] = max(seconds(is_correct, *way) for way in ways)
     for name, text in HOSTILE_RESPONSES.items():
         out[name] = seconds(is_correct, text, "5")

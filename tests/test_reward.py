@@ -7,6 +7,7 @@ import pytest
 import spellings
 from spellings import boxed
 
+import latex
 from reward import extract_answer, is_correct, math_equal, math_reward
 
 needs_benchmarks = pytest.mark.skipif(
@@ -121,6 +122,157 @@ x \ne 2                       | 2 \neq x
 200!/198!                     | 39800
 (5/2)!                        | \frac{15\sqrt\pi}{8}
 (3/7)^{1300} (11/5)^{900}     | (11/5)^{900} (3/7)^{1300}
+5 \text{ million} | 5000000
+5 million | 5000000
+5 \text{ million dollars} | 5000000
+2.5 billion | 2500000000
+2 hundred thousand | 200000
+3 \text{ dozen} | 36
+5 \times 10^6 | 5 million
+2^3 5 | 40
+2 x | 2x
+2^3 \cdot 3 | 24
+2(3) | 6
+(2)(3) | 6
+n 2^{n} | 2^n n
+2 \pi | 2\pi
+2 \sqrt{3} | \sqrt{12}
+2^3 3^2 | 72
+\frac{1}{2} 6 | 3
+5\text{ cm} + 3\text{ cm} | 8
+5 \text{ cm} \times 3 \text{ cm} | 15
+5 \text{ m}, 6 \text{ m} | 5,6
+AB = 4 | 4
+AB=4\text{ cm} | 4
+f(2) = 5 | 5
+f(-1) = 5 | 5
+f(1,2) = 5 | 5
+\angle PSQ = 145^\circ | 145
+\angle PSQ = 145^\circ | 145^\circ
+m\angle A = 30^\circ | 30
+m+n = 37 | 37
+a+b+c = 12 | 12
+p-q = 3 | 3
+[ABC] = 84 | 84
+|AB| = 5 | 5
+\overline{AB} = 5 | 5
+\triangle ABC = 12 | 12
+\frac{AB}{CD} = \frac12 | 0.5
+P(A) = \frac13 | 1/3
+\sin\theta = \frac{3}{5} | \frac35
+\cos A = 1/2 | 1/2
+f(2)+f(3) = 12 | 12
+m+n = 20+17 = 37 | 37
+a_5 = 12 | 12
+\arcsin(2/3) \approx 41.8^\circ | 41.8^\circ
+\arcsin(2/3) \approx 41.8^\circ | 41.8
+\arcsin(2/3) \approx 41.8^\circ | \arcsin(2/3)
+\sqrt{2.5} \approx 1.6 | 1.6
+\sqrt{2.5} \approx 1.58 | \sqrt{2.5}
+\approx 3.14 | 3.14
+-\sqrt{2.5} \approx -1.58 | -1.58
+(1/3, 2/3) \approx (0.33, 0.67) | (1/3, 2/3)
+≈ 3.14 | 3.14
+x = \sqrt{2} \approx 1.41 | \sqrt2
+x = \sqrt{2} \approx 1.41 | 1.41
+x = \sqrt{2} \approx 1.41 | x = \sqrt2
+AB \approx 3.14 | 3.14
+AB = \sqrt{5} \approx 2.24 | \sqrt5
+x=y=z=\frac{\sqrt2}{2} | x=y=z=\frac{1}{\sqrt2}
+x=y=z=1 | z = x = y = 1
+a=b=2 | b=a=2
+x=y=z=3 | x=3, y=3, z=3
+f(x)=x | f(z)=z
+f(m)=2m+1007 | f(n)=2n+1007
+f(x,y)=y+x | f(x,y)=x+y
+f(x,y)=y+x | x+y
+f(a,b)=a-b | f(x,y)=x-y
+f(x)=x, f(x)=-x | f(t)=-t, f(t)=t
+f(x) = x | x
+f(t) = \frac{1}{t} | f(x)=\frac1x
+P(x) = x^2+1 | P(t)=1+t^2
+a < 0 \text{ or } a = 1 | (-\infty,0)\cup\{1\}
+x<0 \text{ or } x > 2 | (-\infty,0)\cup(2,\infty)
+x < 0 or x > 2 | (-\infty,0)\cup(2,\infty)
+x \le -1 \text{ or } x = 1 \text{ or } x = 2 | (-\infty,-1] \cup \{1,2\}
+x>=2 | x \ge 2
+x <= 2 | (-\infty,2]
+x != 2 | x \ne 2
+x \ne 2 | (-\infty,2)\cup(2,\infty)
+0 <= x < 1 | [0,1)
+2 < x < 3 \text{ or } x > 5 | (2,3) \cup (5,\infty)
+\mathbb{R} | (-\infty,\infty)
+x \in \mathbb{R} | (-\infty,\infty)
+\text{all real numbers} | (-\infty,\infty)
+\mathbb R | (-\infty, \infty)
+\varnothing | \emptyset
+∅ | \emptyset
+\{\} | \varnothing
+33.5 percent | 33.5\%
+33.5 percent | 33.5
+33.5 percent | 0.335
+33.5 \text{ percent} | 33.5\%
+(52)_8 | 52_8
+(52)_{8} | 52_8
+r^2_1 | r_1^2
+r_1^2+r_2^2 | r^2_1+r^2_2
+x^{2}_{1} | x_1^2
+{16 \choose 2} | \binom{16}{2}
+{16 \choose 2} | 120
+\dbinom{16}{2} | 120
+5 \pmod 7 | 5
+5 \pmod{7} | 5 \pmod 7
+x \equiv 5 \pmod{7} | 5
+x \equiv 5 \pmod{7} | 5 (mod 7)
+5 \bmod 7 | 5 \pmod 7
+12 \pmod 7 | 5 \pmod 7
+5\,\mathrm{W\,m^{-2}} | 5
+5\,\mathrm{erg\,s^{-1}} | 5
+3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
+5 \text{ W/m}^{2} | 5
+5~\mathrm{W}~\mathrm{m}^{-2} | 5
+5 {\rm cm} | 5
+5\ \mathrm{m}\,\mathrm{s}^{-1} | 5
+5\,\mathrm{kg \cdot m^{2}/s^{2}} | 5
+-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} -1 \\ -2 \end{pmatrix}
+\frac{1}{5}\begin{pmatrix} 1 \\ -18 \end{pmatrix} | \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}
+2\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 2 & 4 \\ 6 & 8 \end{pmatrix}
+\begin{pmatrix} 2 \\ 4 \end{pmatrix} / 2 | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+-\left(\begin{array}{cc} 1 & 0 \end{array}\right) | \begin{pmatrix} -1 & 0 \end{pmatrix}
+\\frac{1}{4} | \frac14
+\\sqrt{2} | \sqrt2
+\\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
+\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+\\text{east} | \text{east}
+30^\\circ | 30
+\\{1, 2\\} | \{1,2\}
+50\\% | 50\%
+\lfloor (n+1)/2 \rfloor | \lceil n/2\rceil
+\lceil \sqrt{n} \rceil - 1 | \lfloor\sqrt{n-1}\rfloor
+m n-\lfloor m / 2\rfloor | mn - \lceil (m-1)/2 \rceil
+\lfloor n/4\rfloor + \lfloor n/4 \rfloor | 2\lfloor n/4 \rfloor
+\lfloor n/3 \rfloor + 1 | \lfloor (n+3)/3 \rfloor
+\lfloor\log_2 n\rfloor + 1 | \lceil \log_2(n+1) \rceil
+\lfloor \frac{2n}{3} \rfloor + 1 | \lceil (2n+1)/3 \rceil
+120 \text{ people} | 120
+5 \text{ months} | 5
+5 \text{ feet per second} | 5
+\text{Area} = 5 | 5
+\text{Answer: } 5 | 5
+30 { }^{\circ} | 30
+x = -\infty | -\infty
+5 \mathrm{~cm} | 5
+x^2 3 | 3x^2
+(2,3) \text{ or } (4,5) | (4,5), (2,3)
+x = 1 \text{ or } x = 2 | 1,2
+x = 1 \text{ or } 2 | x=1 \text{ or } x=2
+2\mathrm{e} | 2e
+1 \text{ or } 2 | 2, 1
+3 x 10^8 | 3e8
+1 \div 2 | 0.5
+5 trillion | 5e12
+5 hundred | 500
+x \lor y | x, y
 """
 DIFFERENT = r"""
 1.5          | 1.50001
@@ -175,11 +327,190 @@ x \ne 2      | x < 2
 \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
+2 3 | 6
+5 \quad 6 | 30
+2 3 | 23
+2\,3 | 6
+2 \; 3 | 6
+2~3 | 6
+2{3} | 6
+{2}{3} | 6
+12 \text{ out of } 15 | 180
+12 out of 15 | 180
+5 \text{ ft } 6 \text{ in} | 30
+5 ft 6 in | 30
+5 ft 6 in | 30 ft
+5 ft 6 in | 6 ft 5 in
+3 \text{ R } 2 | 6
+3 R 2 | 6
+3 R 2 | 6R
+12 \text{ out of } 15 | 12 \text{ in } 15
+2 \text{ to } 3 | 6
+2\ 3 | 6
+5^\circ 30 | 150
+5^\circ 30' | 150
+50\% 20 | 1000
+2 0.5 | 1
+x 2 | 2x
+\sin 2 3 | \sin 6
+2 \text{ m } 3 \text{ m} | 6
+x \text{ R } 2 | 2x
+\sqrt{2} \text{ ft } 3 \text{ in} | 3\sqrt2
+5 \mathrm{ft} 6 \mathrm{in} | 30
+5 \text{ million} | 5
+5 \text{ million} | 5000
+5 million dollars | 5
+5 thousand | 5
+5 \text{ hundred} | 5
+2 hundred thousand | 200
+5 \text{ hundredths} | 5
+5 \text{ dozen} | 5
+\text{at least } 5 | 5
+\text{at most } 5 | 5
+\text{at least } 5 | \text{at most } 5
+at least 5 | 5
+\text{about } 5 | 5
+\text{more than } 5 | 5
+5 \text{ or more} | 5
+5 or more | 5
+5 \text{ more than } x | 5
+\text{less than } 5 | 5
+\text{not } 5 | 5
+\text{no more than } 5 | 5
+\text{up to } 5 | 5
+\text{half of } 5 | 5
+5 \text{ squared} | 5
+5 squared | 5
+5 \text{ thirds} | 5
+\text{negative } 5 | 5
+\text{minus } 5 | 5
+\text{over } 5 | 5
+\text{approximately } 5 | 6
+\text{5 or 6} | 5
+\lfloor m/50 \rfloor \lfloor n/50 \rfloor | 0
+x n \in [-2,7] | [-2,7]
+m + n < 5 | (-\infty,5)
+f(x)=x+y, g(y)=1 | f(x)=2x, g(y)=1
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}\begin{pmatrix} 1 \\ 2 \end{pmatrix} | ((1,2),(2,4))
+17.%5 | 17.5%
+MR,SRMC | MR=SRMC
+\text{east0} | \text{east}
+5 \text{\text{ at least } cents} | 5
+x = \text{5} + 1 | x = 1
+\lfloor \log_2 (-n) \rfloor | \lfloor \log_2 n \rfloor
+\lfloor\sqrt{k}\rfloor | \lfloor\sqrt{k+1}\rfloor
+\lfloor n/4\rfloor+\lfloor n/100\rfloor | \lfloor n/4\rfloor
+\lfloor n/100\rfloor-\lfloor n/400\rfloor | \lfloor n/100\rfloor
+\lfloor (v+3)/7\rfloor | \lfloor (v+4)/7\rfloor
+\lfloor (v+3)/100\rfloor | \lfloor (v+4)/100\rfloor
+\lfloor (v+3)/1000\rfloor | \lfloor (v+4)/1000\rfloor
+\lfloor (v+3)/99991\rfloor | \lfloor (v+4)/99991\rfloor
+\lfloor \log_2 n \rfloor | \lfloor \log_2 (n+1)\rfloor
+\lfloor \log_2 n \rfloor + 1 | \lceil \log_2 n\rceil
+\lfloor \log_{10} n \rfloor | \lfloor \log_{10} (n+1)\rfloor
+\lfloor n/2\rfloor | \lceil n/2\rceil
+\lfloor n/2\rfloor | \lfloor n/2\rfloor + \lfloor n/10000000\rfloor
+\lfloor\sqrt{n-1}\rfloor | \lfloor\sqrt{n}\rfloor
+\lfloor\sqrt[3]{n}\rfloor | \lfloor\sqrt[3]{n+1}\rfloor
+mn-\lfloor m/50 \rfloor | mn - \lfloor (m+1)/50\rfloor
+\lfloor \frac{m}{n} \rfloor | \lfloor \frac{m+1}{n} \rfloor
+\lfloor x \rfloor | x
+\lfloor 2x \rfloor | 2\lfloor x \rfloor
+\lceil x \rceil | \lfloor x \rfloor
+\lfloor x \rfloor + 1 | \lceil x\rceil
+|n| + \lfloor n/2 \rfloor | n + \lfloor n/2 \rfloor
+2x = 5 | 5
+x^2 = 5 | 5
+-x = 5 | 5
+AB = 4 | 5
+x+1 = 5 | 5
+x(x+1) = 6 | 6
+f(2) = 5 | 2
+f(2) = 5 | f(3) = 5
+MR = SRMC | SRMC
+AB = CD | CD
+m+n = 37 | m + n
+xy = z | z
+36 \approx 37 | 37
+\sqrt{2} \approx 1.6 | 1.6
+\pi \approx 3 | 3
+\approx 3.14 | 3.15
+\approx 3.14 | \pi
+x=y=z=1 | 3
+x=y=z=1 | x=y=z=2
+x=y=z=1 | x=y=1
+f(x)=x | f(z)=y
+f(x,y)=x-y | f(y,x)=x-y
+f(x,y)=x-y | f(x,y)=y-x
+f(x)=x+a | f(a)=a+x
+f(m)=2m+1007 | f(n)=2n+1008
+f(x) = x | g(x)=x^2
+f(x)=x | y
+f(x,y)=x-y | y-x
+f(x)=x, f(x)=-x | f(t)=t, f(t)=t
+a < 0 \text{ or } a = 1 | (-\infty,0)
+a < 0 \text{ or } a = 1 | (-\infty,0]\cup\{1\}
+a < 0 \text{ or } b = 1 | (-\infty,0)\cup\{1\}
+a < 0 \text{ and } a > 1 | (-\infty,0)\cup(1,\infty)
+a < 0, a = 1 | (-\infty,0)\cup\{2\}
+x \le 0 \text{ or } x > 2 | (-\infty,0)\cup(2,\infty)
+x >= 2 | x > 2
+x <= 2 | x >= 2
+x != 2 | x = 2
+3!=6 | 3 \ne 6
+x \ne 2 | (-\infty,2]\cup[2,\infty)
+\mathbb{R} | [-\infty,\infty]
+\mathbb{R} | (0,\infty)
+\mathbb{R}^2 | \mathbb{R}
+\mathbb{R}^+ | \mathbb{R}
+\mathbb{R} \setminus \{2\} | \mathbb{R}
+\varnothing | 0
+\varnothing | \{0\}
+\{\varnothing\} | \varnothing
+33.5 percent | 3.35
+33.5 percent | 335
+(52)_8 | 52_9
+(52)_8 | 42
+(52)_8 | 5_8
+r^2_1 | r_2^1
+r^2_1 | r_1
+{16 \choose 2} | 8
+{16 \choose 2} | \binom{2}{16}
+5 \pmod 7 | 5 \pmod 8
+5 \pmod 7 | 7
+5 \pmod 7 | 35
+5 \pmod 7 | 4
+5 \pmod 7 | 6 \pmod 7
+-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} -1 \\ 2 \end{pmatrix}
+2\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 2 & 2 \\ 3 & 4 \end{pmatrix}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}\begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 4)
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}^2 | \begin{pmatrix} 1 \\ 4 \end{pmatrix}
+2[1,2] | [2,4]
+\\frac{1}{4} | 4
+1 \\ 2 | 12
+1 \\ 2 | 2
+5 \text{ base } 8 | 40
+1 234 567 8 | 12345678
+2017 100 | 2017100
+\text{Area} 5 = 6 | 5
+4:30 | 4.5
+x<2 | y=2
+f(x)=y+x | x+y+1
 """
 
 
 def pairs(table: str) -> list[list[str]]:
     return [[x.strip() for x in line.split(" | ")] for line in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize("rule", latex.RULES, ids=[rule[2] for rule in latex.RULES])
+def test_cleaning_rule(rule, monkeypatch):
+    """Each rule's example is cleaned as the table says, and not without the rule."""
+    _, _, before, after = rule
+    assert latex.clean.__wrapped__(before) == after
+    monkeypatch.setattr(latex, "RULES", [other for other in latex.RULES if other is not rule])
+    assert latex.clean.__wrapped__(before) != after
 
 
 @pytest.mark.parametrize("a, b", pairs(EQUAL))
@@ -251,7 +582,9 @@ def test_rewards():
 @needs_benchmarks
 def test_spellings_of_all_gold_answers():
     right, wrong = spellings.cases()
-    assert len(spellings.golds()) == 1546 and len(right) > 20_000 and len(wrong) > 20_000
+    assert len(spellings.golds()) == 1546 and len(right) > 40_000 and len(wrong) > 40_000
+    # A part of them keeps the suite short; `python tests/spellings.py` grades them all.
+    right, wrong = (random.Random(0).sample(part, 20_000) for part in (right, wrong))
     refused = [c for c in right if not is_correct(boxed(c[2]), c[1])]
     accepted = [c for c in wrong if is_correct(boxed(c[2]), c[1])]
     assert len(refused) <= 0.002 * len(right), refused[:20]
