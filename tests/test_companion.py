@@ -12,6 +12,7 @@ from conftest import ROOT, TINY
 from reference import drawn
 
 import stapo
+from reward import load_reward
 from stapo import quantile, stapo_loss
 
 SECTION = ("quantile", "group_advantages", "spurious_mask", "clipped_loss", "ratio_sums")
@@ -47,6 +48,23 @@ def test_bare_example():
     names |= {"entropy": entropy, "mask": mask}
     exec(example("bare"), names)
     assert names["loss"].isfinite() and logp.grad.abs().sum() > 0
+
+
+def test_reward_example(tmp_path):
+    """DAPO's strict rule, loaded as --reward loads it."""
+    (tmp_path / "own.py").write_text(example("reward"))
+    strict = load_reward(f"{tmp_path}/own.py:strict")
+    problem = {"row": {"reward_model": {"ground_truth": "34"}}}
+    for right in (r"so \boxed{34}.", r"\boxed{3} no, \boxed{34}" + "x" * 80):
+        assert strict(right, problem) == 1.0
+    wrong = r"\boxed{34.0}", r"\boxed{34}" + "x" * 100, r"\boxed{34} \boxed{3", "34}", ""
+    assert all(strict(text, problem) == -1.0 for text in wrong)
+
+
+def test_the_readme_shows_the_kernel():
+    """The lines of the README's second section are those that training runs."""
+    source = inspect.getsource(stapo.clipped_loss).partition('"""')[2].partition('"""\n')[2]
+    assert f"```python\n{source}```" in (ROOT / "README.md").read_text()
 
 
 def test_micro_batches_of_one_response_are_another_objective():
