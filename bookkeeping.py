@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import resource
-import shlex
 import shutil
 import signal
 import sys
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +32,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 from tqdm import tqdm
-from transformers import HfArgumentParser
 from transformers.utils import logging
 
 import distributed
-from distributed import all_max, all_sum, barrier, broadcast, rank, world_size
+from distributed import Parser, all_max, all_sum, barrier, broadcast, rank, world_size
+from reward import RewardError
 from rollout import (
     Episode,
     InputError,
@@ -54,18 +53,6 @@ from rollout import (
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 # ------------------------------------------------------------------------------------------ flags
-
-
-class Parser(HfArgumentParser):
-    """Reads @file as a command line: many flags to a line, quotes, comments."""
-
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
-
-    def error(self, message: str) -> NoReturn:
-        if rank() > 0:  # rank 0 says it
-            sys.exit(2)
-        super().error(message)
 
 
 # What a resumed run may change: how long, how often and with how much memory, not what it computes.
@@ -93,14 +80,14 @@ def parse_flags(config: type, description: str, argv: list[str] | None) -> Any:
     given = {name: value for name, value in given.items() if value is not absent}
     try:
         held = json.loads((Path(cfg.output) / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        held = asdict(config(**{name: held[name] for name in asdict(cfg) if name in held}))
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"--resume: --output {cfg.output} holds no run to continue") from error
     for name in sorted(given.keys() - RESUMABLE):
-        if name in held and held[name] != given[name]:
+        if held[name] != given[name]:
             began = f"began with --{name} {held[name]}"
             raise InputError(f"--{name} {given[name]}: {cfg.output} {began}, and --resume keeps it")
-    known = {name: held[name] for name in asdict(cfg) if name in held}
-    return config(**known | given)
+    return config(**held | given)
 
 
 def check_flags(cfg: Any) -> None:
@@ -192,7 +179,7 @@ class Run:
         """The steps that are left, until one is the last or a stop was asked for."""
         total, name = self.cfg.steps, self.cfg.method
         self.bar = tqdm(total=total, initial=self.step, desc=name, disable=rank() > 0)
-        while self.step < total and not all_max(int(self.stop.asked)):
+        while self.step < total and not self.stopping():
             self.step += 1
             self.metrics, self.started = {"step": self.step}, time.time()
             yield self.step
@@ -215,8 +202,11 @@ class Run:
     def check_finite(self, finite: bool) -> None:
         self.failures = 0 if finite else self.failures + 1
         if self.failures == 3:
-            reason = "three updates in a row were not finite"
-            raise SystemExit(f"stapo.py: step {self.step}: {reason}")
+            raise InputError(f"step {self.step}: three updates in a row were not finite")
+
+    def stopping(self) -> bool:
+        """Whether a stop was asked of any rank: the same on all of them."""
+        return all_max(int(self.stop.asked)) > 0
 
     def dump(self, model: Model, tokenizer: Tokenizer, episodes: list[Episode]) -> None:
         path = self.folder / "dumps" / f"step_{self.step:06d}.json"
@@ -266,7 +256,7 @@ class Run:
         self.bar.close()
         if rank() > 0:
             return
-        if self.finished < self.cfg.steps:
+        if self.finished < self.cfg.steps and self.saved == self.finished:
             again = f"continue with --resume --output {self.folder}"
             print(f"stopped after step {self.finished}; {again}")
         if self.cfg.lr == 0 and self.counted:
@@ -293,7 +283,7 @@ def open_folder(output: str, resume: bool, config: dict) -> tuple[Path, Path | N
     if rank() == 0:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            (run / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            write_whole(run / "config.json", json.dumps(config, indent=2) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
                 cut_back(run / name, step_of(checkpoint))
         except OSError as error:
@@ -306,13 +296,19 @@ def open_folder(output: str, resume: bool, config: dict) -> tuple[Path, Path | N
 def cut_back(file: Path, step: int) -> None:
     """Leave the rows of a .jsonl file up to a step; a line that a crash tore goes too."""
     kept = []
-    for line in file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []:
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
         try:
-            kept += [line] if json.loads(line)["step"] <= step else []
+            kept += [line.decode() + "\n"] if json.loads(line)["step"] <= step else []
         except ValueError:
             continue
-    file.with_suffix(".partial").write_text("".join(kept), "utf-8")
-    file.with_suffix(".partial").replace(file)
+    write_whole(file, "".join(kept))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that a crash or a full disk leaves the old one or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(file)
 
 
 SAMPLING_WARNING = (
@@ -339,6 +335,21 @@ def print_sample(episode: Episode, step: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------- metrics
+
+
+def grade(
+    reward: Callable[[str, dict], float], responses: list[Response], problems: list[dict]
+) -> list[float]:
+    """The reward of each response; an error on any rank is raised on all of them."""
+    rewards, failure = [], None
+    try:
+        rewards = [reward(r.text, p) for r, p in zip(responses, problems, strict=True)]
+    except RewardError as error:
+        failure = str(error)
+    failures = [failure for failure in distributed.gather(failure) if failure]
+    if failures:
+        raise RewardError(failures[0])
+    return rewards
 
 
 def rollout_metrics(episodes: list[Episode], cfg: Any) -> dict[str, float | None]:
@@ -414,14 +425,18 @@ def dump_tokens(
     Half of them are low-probability tokens; `weight` is how many tokens each stands for. The
     masks and the tau_h of the episodes are those that form_mask gave them.
     """
-    positive = [(e, t) for e in episodes if e.advantage > 0 for t in range(len(e.logp))]
-    low = [bool(e.logp[t].exp() < cfg.tau_p) for e, t in positive]
-    draw, tokens, cases = generator(cfg.seed, step), [], []
+    positive = [e for e in episodes if e.advantage > 0]
+    low = torch.cat([torch.zeros(0), *(e.logp for e in positive)]).exp() < cfg.tau_p
+    lengths = torch.tensor([len(e.logp) for e in positive], dtype=torch.long)
+    owner = torch.arange(len(positive)).repeat_interleave(lengths)  # of each token: its episode
+    place = torch.arange(len(low)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    draw, tokens, cases = generator(cfg.seed, "dump", step), [], []
     for kind in (True, False):
-        members = [token for token, is_low in zip(positive, low, strict=True) if is_low == kind]
-        shuffled = torch.randperm(len(members), generator=draw).tolist()
+        members = (low == kind).nonzero().flatten()
+        shuffled = members[torch.randperm(len(members), generator=draw)]
         chosen = shuffled[: DUMPED_TOKENS // 2 // world_size()]
-        for e, t in [members[i] for i in chosen]:
+        for i, t in zip(owner[chosen].tolist(), place[chosen].tolist(), strict=True):
+            e = positive[i]
             token = {"token": to_text(tokenizer, [e.response.ids[t]]), "p": float(e.logp[t].exp())}
             token |= {"entropy": float(e.entropy[t]), "collision": float(e.collision[t])}
             token |= {"advantage": e.advantage, "silenced": bool(kind and not e.keep[t])}
@@ -429,14 +444,13 @@ def dump_tokens(
             tokens.append(token | {"weight": len(members) / len(chosen)})
             cases += [(tokens[-1], e, t)] if kind else []
     describe(model, tokenizer, cases[: math.ceil(DUMPED_CASES / world_size())])
-    counts = {"positive_tokens": len(positive), "all_tokens": sum(len(e.logp) for e in episodes)}
+    counts = {"positive_tokens": len(low), "all_tokens": sum(len(e.logp) for e in episodes)}
     dump = {"step": step, "method": cfg.method, "tau_p": cfg.tau_p}
     dump |= {key: int(count) for key, count in all_sum(counts).items()}
     dump["tokens"] = list(itertools.chain(*distributed.gather(tokens)))
     if rank() == 0:
         path.parent.mkdir(exist_ok=True)
-        path.with_suffix(".partial").write_text(json.dumps(dump))
-        path.with_suffix(".partial").rename(path)
+        write_whole(path, json.dumps(dump))
 
 
 @torch.no_grad()
@@ -504,7 +518,7 @@ def save_checkpoint(
                 shutil.rmtree(old)
     except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
         reason = str(error).splitlines()[0]
-        raise SystemExit(f"stapo.py: {folder} cannot be written: {reason}") from error
+        raise InputError(f"{folder} cannot be written: {reason}") from error
     barrier()
 
 
@@ -518,8 +532,8 @@ def load_optimizer(folder: Path, model: Model, optimizer: Optimizer | None) -> N
 # --------------------------------------------------------------------------------- the wish to stop
 
 
-class Interrupted(Exception):
-    """Ends a function of StopSignal.interruptible early."""
+class Interrupted(BaseException):
+    """Ends a function of StopSignal.interruptible; no `except Exception` inside it catches this."""
 
 
 class StopSignal:

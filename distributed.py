@@ -7,11 +7,13 @@ GPU: FSDP2's mixed precision is what keeps float32 master weights beside bfloat1
 
 import contextlib
 import os
+import shlex
+import sys
 import types
 import warnings
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
+from reward import RewardError
 from rollout import InputError, Model, check_head, load_model, token_stats
 
 # The name that older transformers have works in newer ones.
@@ -50,12 +53,38 @@ def start() -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        # Ranks wait for the longest rollout of all. A rank that fails needs no timeout: torchrun
-        # ends the others.
+        # Ranks wait for each other's rollouts and evaluations, however long these take. For a rank
+        # that has failed nobody waits, as torchrun ends the others.
         patience = timedelta(days=30)
         dist.init_process_group(backend, timeout=patience)
     elif cuda:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextlib.contextmanager
+def session(program: str) -> Iterator[None]:
+    """The process group around a program; an error that is the user's ends it with one line."""
+    start()
+    try:
+        yield
+    except (InputError, RewardError) as error:  # the same on every rank
+        sys.exit(f"{program}: {error}" if rank() == 0 else 1)
+    except OSError as error:  # a full disk, say, which can be one rank's
+        sys.exit(f"{program}: {error}" + f" (rank {rank()})" * (world_size() > 1))
+    finally:
+        finish()
+
+
+class Parser(HfArgumentParser):
+    """Reads @file as a command line: many flags to a line, quotes, comments. Errors come once."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
+
+    def error(self, message: str) -> NoReturn:
+        if rank() > 0:  # rank 0 says it
+            sys.exit(2)
+        super().error(message)
 
 
 def rank() -> int:

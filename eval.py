@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import HfArgumentParser
 
 import distributed
 import rollout
@@ -78,18 +76,22 @@ class Config:
 
 
 def load_benchmarks(
-    names: list[str], data_dir: str = "", samples: int = 0, limit: int = 0
+    names: list[str],
+    data_dir: str = "",
+    samples: int = 0,
+    limit: int = 0,
+    flag: str = "--benchmarks",
 ) -> Suite:
-    """Benchmarks, by name or as local files, with their problems; raises InputError."""
+    """Benchmarks, by name or local file, with their problems; InputError names `flag`."""
     known = {benchmark.key: benchmark for benchmark in BENCHMARKS}
     suite: Suite = {}
     for name in names:
         is_file = Path(name).suffix in (".jsonl", ".parquet")
         key = Path(name).stem if is_file else name
         if not is_file and key not in known:
-            raise InputError(f"--benchmarks {name}: neither a file nor one of {', '.join(known)}")
+            raise InputError(f"{flag} {name}: neither a file nor one of {', '.join(known)}")
         if key in [benchmark.key for benchmark in suite]:
-            raise InputError(f"--benchmarks {name}: there is a {key} before it")
+            raise InputError(f"{flag} {name}: there is a {key} before it")
         benchmark = known.get(key, Benchmark(key, key, "", "train", 4))
         source = name if is_file else benchmark.hub
         if data_dir and not is_file:
@@ -153,13 +155,17 @@ def write_rows(path: Path, rows: Iterable[dict], mode: str) -> None:
 
 
 TAIL = 2000  # characters of a response that the verifier sees
-ROUND = 4  # batches between writes: freed slots take the next prompt, so longer rounds waste less
+ROUND = 2  # batches between writes: freed slots take the next prompt, so longer rounds waste less
+
+
+class Stopped(Exception):
+    """A wish to stop has ended the sampling of some rank."""
 
 
 class Journal:
     """The rows of a .jsonl file, by key, appended as they come; without a path, in memory alone.
 
-    Rank 0 writes the file; every rank holds all rows, of a response's text the end alone.
+    Rank 0 writes the file; every rank holds all rows, with the last TAIL characters of a response.
     """
 
     def __init__(self, path: Path | None = None):
@@ -197,7 +203,8 @@ class Journal:
 
         work: keys of one benchmark and decoding -> what their rows hold beyond the key, in the
         same order. A row depends on its key and the flags alone, so that neither the number of
-        ranks nor an interruption changes it. A crash loses the round it happens in.
+        ranks nor an interruption changes it. A crash loses the round it happens in. Where a rank's
+        work is None, every rank raises Stopped.
         """
         missing = [key for key in keys if key not in self.rows]
         step = ROUND * size * world_size()
@@ -206,9 +213,12 @@ class Journal:
             with tqdm(total=len(group), desc=label + " ".join(name), disable=rank() > 0) as bar:
                 for start in range(0, len(group), step):
                     asked = group[start : start + step]
-                    mine = asked[rank() :: world_size()]
-                    rows = zip(mine, work(mine) if mine else [], strict=True)
-                    parts = distributed.gather([key._asdict() | row for key, row in rows])
+                    share = asked[rank() :: world_size()]
+                    made = work(share) if share else []
+                    rows = made and [key._asdict() | row for key, row in zip(share, made)]
+                    parts = distributed.gather(rows)
+                    if None in parts:
+                        raise Stopped
                     self.append(sorted(itertools.chain(*parts), key=row_key))
                     right = [row["correct"] for key, row in self.rows.items() if key[:2] == name]
                     bar.set_postfix(right=f"{fmean(right):.1%}", refresh=False)
@@ -226,11 +236,14 @@ def sample_suite(
     decodings: dict[str, tuple[float, float]],
     journal: Journal,
     cfg: Any,
+    sampler: Callable | None = None,
 ) -> dict[Key, dict]:
     """{key: row}: a graded response for every benchmark, decoding, problem and sample.
 
-    cfg: rollout_batch_size, max_new_tokens, seed and instruction, as Config has them.
+    cfg: rollout_batch_size, max_new_tokens, seed and instruction, as Config has them. sampler
+    stands for rollout.sample; where it returns None, Stopped is raised.
     """
+    sampler = sampler or rollout.sample
     problems = {benchmark.key: rows for benchmark, rows in suite.items()}
     keys: list[Key] = []
     for decoding, (temperature, _) in decodings.items():
@@ -243,10 +256,10 @@ def sample_suite(
             held = f"--output {journal.path.parent}: holds samples of another {key.benchmark}"
             raise InputError(f"{held}; name another directory")
 
-    def work(asked: list[Key]) -> list[dict]:
+    def work(asked: list[Key]) -> list[dict] | None:
         temperature, top_p = decodings[asked[0].decoding]
         posed = [problems[key.benchmark][key.problem] for key in asked]
-        responses = rollout.sample(
+        responses = sampler(
             model,
             tokenizer,
             [encode_prompt(tokenizer, problem["problem"], cfg.instruction) for problem in posed],
@@ -257,7 +270,7 @@ def sample_suite(
             seed=[rollout.mix_seed(cfg.seed, *key) for key in asked],
             progress="responses" if rank() == 0 else None,
         )
-        return [
+        return responses and [
             {
                 "gold": problem["answer"],
                 "answer": extract_answer(response.text),
@@ -273,13 +286,21 @@ def sample_suite(
     return {key: journal.rows[key] for key in keys}
 
 
-def evaluate(model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any) -> dict[str, dict]:
+def evaluate(
+    model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any, stop: Any = None
+) -> dict[str, dict] | None:
     """{benchmark: scores} of a model in memory under the training decoding; writes no file.
 
-    cfg as in sample_suite. Called by every rank, which all get the scores; seeds torch.
+    cfg as in sample_suite. Called by every rank, which all get the scores. None where `stop`, a
+    run's wish to stop, came first.
     """
     decodings = {"training": DECODINGS["training"]}
-    return summarize(sample_suite(model, tokenizer, suite, decodings, Journal(), cfg))["training"]
+    sampler = stop.interruptible(rollout.sample) if stop else None
+    try:
+        samples = sample_suite(model, tokenizer, suite, decodings, Journal(), cfg, sampler)
+    except Stopped:
+        return None
+    return summarize(samples)["training"]
 
 
 # ------------------------------------------------------------------------------------- the verifier
@@ -341,8 +362,8 @@ def verify(
     def work(asked: list[Key]) -> list[dict]:
         prompts, options = [prompt(key) for key in asked], {"temperature": 0, "batch_size": size}
         replies = rollout.sample(model, tokenizer, prompts, max_new_tokens=16, **options)
-        verdicts = [(parse_verdict(reply.text), reply.text) for reply in replies]
-        return [{"verdict": v, "correct": v == "CORRECT", "reply": reply} for v, reply in verdicts]
+        parsed = [(parse_verdict(reply.text), reply.text) for reply in replies]
+        return [{"verdict": v, "correct": v == "CORRECT", "reply": reply} for v, reply in parsed]
 
     refused = [key for key, row in samples.items() if not row["correct"]]
     verdicts.complete(refused, size, work, "verifier, ")
@@ -509,15 +530,9 @@ def run(cfg: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = HfArgumentParser(Config, description=__doc__.split("\n")[0])
-    cfg = Config(**vars(parser.parse_args(argv)))
-    distributed.start()
-    try:
-        run(cfg)
-    except (InputError, OSError) as error:  # wrong flags, a full disk
-        sys.exit(f"eval.py: {error}" if rank() == 0 else 1)
-    finally:
-        distributed.finish()
+    with distributed.session("eval.py"):
+        parser = distributed.Parser(Config, description=__doc__.split("\n")[0])
+        run(Config(**vars(parser.parse_args(argv))))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import importlib.util
 import math
 import numbers
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -79,8 +80,8 @@ def load_reward(spec: str = "") -> Callable[[str, dict], float]:
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
         raise RewardError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
-    module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(module_spec)
+    module_spec = importlib.util.spec_from_file_location("reward_of_the_users_own", file)
+    module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:

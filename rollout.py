@@ -173,13 +173,14 @@ def read_row(row: dict) -> tuple[str, str]:
     """The (problem, answer) of one row in any layout that load_problems understands."""
     problem = row.get("problem") or row.get("question") or row.get("prompt") or ""
     if isinstance(problem, list):
-        problem = problem[-1]["content"] or ""
+        last = problem[-1]
+        problem = (last.get("content") if isinstance(last, dict) else last) or ""
         wrapped = DAPO_WRAPPER.fullmatch(problem)
         problem = wrapped[1] if wrapped else problem
     model = row.get("reward_model")
     answers = [row.get("answer"), row.get("final_answer")]
     answers += [model.get("ground_truth")] if isinstance(model, dict) else []
-    answer = next((answer for answer in answers if answer is not None), "")
+    answer = next((answer for answer in answers if answer not in (None, "")), "")
     if isinstance(answer, list):
         answer = ", ".join(map(str, answer))
     return str(problem).strip(), str(answer).strip()
@@ -354,9 +355,11 @@ def generate_in_batches(
 ) -> list[list[int]]:
     """Plain `generate` on left-padded prompts; every batch waits for its longest response.
 
-    It draws from torch's generator, so that a batch has one seed, that of its first response.
+    It draws from torch's generator, so that a batch has one seed, that of its first response: what
+    is sampled depends on the batches then.
     """
-    print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
+    if not bar.disable:  # rank 0
+        print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
     pad, stops, responses = config.pad_token_id, set(config.eos_token_id), []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -556,8 +559,8 @@ def next_token(scores: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tens
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """A random number in [0, 1), float64, for each seed and position (long, any shapes that match).
 
-    SplitMix64: position number k of the sequence that `seed` starts. A response so has its own
-    numbers, whatever batch, slot or rank it is decoded in.
+    SplitMix64: position number k of the sequence that `seed` starts. Each response therefore
+    has its own numbers, whatever batch, slot or rank it is decoded in.
     """
     x = seed + position * -0x61C8864680B583EB  # 64-bit integers, which wrap around
     x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
@@ -630,7 +633,7 @@ def sampling_gap(
     logp, entropy, mask: any one shape, of the sampled tokens under that policy. For a token drawn
     from pi, -ln pi(y) has the mean H, given everything before it. So d = -logp - H sums up
     martingale differences: gap = mean(d) is 0 but for chance, and z = sum(d) / sqrt(sum(d^2)) is
-    about standard normal. A temperature, top-p, top-k, stale weights or another precision shows.
+    about standard normal. Top-k, top-p, a temperature or stale weights make |z| large.
     """
     d = (-logp.double() - entropy.double())[mask]
     return d.mean(), d.sum() / d.square().sum().sqrt()

@@ -20,7 +20,6 @@ collection of a rollout batch, the loop, main. bookkeeping.py keeps the records 
 """
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,7 +36,6 @@ from reward import RewardError, load_reward
 from rollout import (
     INSTRUCTION,
     Episode,
-    InputError,
     Model,
     Response,
     Tokenizer,
@@ -324,15 +322,15 @@ def token_statistics(
     model: Model, episodes: list[Episode], cfg: Config
 ) -> list[tuple[Episode, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(episode, logp, entropy, collision) of each, under this model: (T,) float32 on the CPU."""
-    found = []
+    statistics = []
     batches = micro_batches(episodes, cfg.tokens_per_micro_batch)
     for batch in distributed.progress(batches, "score"):
         *stats, mask = forward(model, batch)
         stats = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the whole batch
         rows = stats.split([len(e.response.ids) for e in batch], dim=1) if batch else []
-        found += [(episode, *row) for episode, row in zip(batch, rows, strict=True)]
+        statistics += [(episode, *row) for episode, row in zip(batch, rows, strict=True)]
     distributed.reshard(model)
-    return found
+    return statistics
 
 
 def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> None:
@@ -377,11 +375,11 @@ def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
     for e, row, length in zip(episodes, keep, lengths.tolist(), strict=True):
         e.keep, e.tau_h = row[:length], float(tau_h)
     unusable = mask & ~(logp.isfinite() & entropy.isfinite())
-    counts = {"responses": len(episodes), "kept": (mask & ~silenced).sum()}
+    counts = {"responses": len(episodes), "averaged": (mask & ~silenced).sum()}
     counts |= {"candidates": candidates.sum(), "silenced": silenced.sum()}
     totals = all_sum(counts | {"unusable": unusable.sum()})
     # 20-entropy drops tokens and still divides by all of them; GRPO divides by responses
-    totals["denominator"] = max(totals["responses" if cfg.method == "grpo" else "kept"], 1.0)
+    totals["denominator"] = max(totals["responses" if cfg.method == "grpo" else "averaged"], 1.0)
     return totals | {"finite": totals["unusable"] == 0}
 
 
@@ -414,7 +412,7 @@ def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], c
     totals = form_mask(episodes, cfg)
     if optimizer is None:
         return totals
-    # FSDP averages gradients over ranks, so a global sum is divided by the share of a rank.
+    # FSDP averages gradients over ranks, so a global denominator is divided by their number.
     denominator = totals["denominator"] / world_size()
     with_kl = cfg.method == "grpo" and cfg.beta != 0
     trained = [e for e in episodes if e.advantage != 0 or with_kl]
@@ -473,10 +471,10 @@ def collect(
     indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
     starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)
-    places = [start + i for start in starts for i in range(share)]  # in the batch
-    chosen = [problems[indices[place]] for place in places for _ in range(cfg.group_size)]
-    members = [(place, member) for place in places for member in range(cfg.group_size)]
-    seeds = [mix_seed(cfg.seed, step, *member) for member in members]
+    prompts = [start + i for start in starts for i in range(share)]  # this rank's, in the batch
+    pairs = [(prompt, member) for prompt in prompts for member in range(cfg.group_size)]
+    chosen = [problems[indices[prompt]] for prompt, _ in pairs]
+    seeds = [mix_seed(cfg.seed, step, *pair) for pair in pairs]
     with distributed.unsharded(model):
         responses = stop.interruptible(sample)(
             model,
@@ -489,14 +487,14 @@ def collect(
         )
     if all_max(int(stop.asked)):
         return []
-    rewards = [reward(r.text, problem) for r, problem in zip(responses, chosen, strict=True)]
+    rewards = bookkeeping.grade(reward, responses, chosen)
     groups = torch.tensor(rewards).view(-1, cfg.group_size)  # (P, G)
     advantages = group_advantages(groups).flatten().tolist()  # (P G,)
     episodes = list(map(Episode, chosen, responses, rewards, advantages))
     for e, logp, entropy, collision in token_statistics(model, episodes, cfg):
         e.logp, e.entropy, e.collision = logp, entropy, collision
         e.old_logp = logp
-    for e, seed in zip(episodes, seeds, strict=True):  # places before 0 are no token's
+    for e, seed in zip(episodes, seeds, strict=True):  # at negative positions: sampling uses none
         e.noise = uniform(torch.tensor(seed), -1 - torch.arange(len(e.logp))).float()
     size = share * cfg.group_size
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
@@ -523,12 +521,17 @@ def train(cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.model)
     problems = bookkeeping.training_problems(cfg, tokenizer)
     reward = load_reward(cfg.reward)
-    suite = evaluation.load_benchmarks(cfg.eval_benchmarks) if cfg.eval_every else {}
+    names = cfg.eval_benchmarks if cfg.eval_every else []
+    suite = evaluation.load_benchmarks(names, flag="--eval_benchmarks")
     run = Run(cfg)
     model, reference, optimizer = bookkeeping.load_policies(cfg, run.checkpoint)
     for step in run.steps():
         # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
-        mini_batches = collect(model, tokenizer, problems, step, cfg, reward, run.stop)
+        try:
+            mini_batches = collect(model, tokenizer, problems, step, cfg, reward, run.stop)
+        except RewardError:
+            run.save(model, optimizer, tokenizer)  # what was learnt so far is not lost
+            raise
         if not mini_batches:  # a stop was asked for: this step is left out
             break
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
@@ -541,6 +544,8 @@ def train(cfg: Config) -> None:
                 form_mask(mini_batch, cfg)
             run.dump(model, tokenizer, episodes)
         run.stopwatch("rollout_seconds")
+        if run.stopping():  # no weight has changed yet: this step is left out too
+            break
 
         # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
         lr, totals = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps)), []
@@ -558,22 +563,17 @@ def train(cfg: Config) -> None:
         run.stopwatch("update_seconds")
         if run.is_due(cfg.eval_every):
             with distributed.unsharded(model):
-                run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg)})
+                run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg, run.stop)})
         run.end_step(episodes)
         run.save_if_due(model, optimizer, tokenizer)
     run.close(model, optimizer, tokenizer)
 
 
 def main(argv: list[str] | None = None) -> None:
-    distributed.start()
-    try:
+    with distributed.session("stapo.py"):
         cfg = bookkeeping.parse_flags(Config, __doc__.split("\n")[0], argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         train(cfg)
-    except (InputError, RewardError, OSError) as error:  # wrong flags, a full disk
-        sys.exit(f"stapo.py: {error}" if rank() == 0 else 1)
-    finally:
-        distributed.finish()
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from test_distributed import ENVIRONMENT, lines
 
 import bookkeeping
 import distributed
+import figures
 import stapo
 from bookkeeping import StopSignal
+from reward import RewardError
 from rollout import Episode, InputError, Response, check_head, load_problems, mix_seed
 
 FLAGS = """@tests/tiny/args --steps 2 --batch_size 4 --mini_batch_size 2 --group_size 4
@@ -178,6 +180,33 @@ def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
     assert [row["step"] for row in lines(output)] == list(range(1, done + 2))
 
 
+def test_a_stop_during_an_evaluation_ends_it(tmp_path, monkeypatch):
+    """The step's line is written without scores, and the step is saved."""
+    real, calls = stapo.evaluation.rollout.sample, []
+
+    def sample(*args, **options):
+        calls.append(args)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **options)
+
+    monkeypatch.setattr(stapo.evaluation.rollout, "sample", sample)
+    run(tmp_path / "run", f"--eval_every 1 --eval_benchmarks {TINY}/test.jsonl")
+    assert len(calls) == 1 and rows(tmp_path / "run" / "metrics.jsonl")[0]["eval"] is None
+    assert [p.name for p in bookkeeping.checkpoints(tmp_path / "run")] == ["step_000001"]
+
+
+def test_cutting_back_keeps_every_character(tmp_path):
+    """Some characters are line ends to Python but not to JSON; a tear can be inside of one."""
+    kept = [{"step": step, "response": "a\u2028b\u0085c\u2029 ü"} for step in (1, 2)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*kept, {"step": 3}])
+    (tmp_path / "rows.jsonl").write_bytes(
+        text.encode() + '{"step": 1, "response": "ü'.encode()[:-1]
+    )
+    bookkeeping.cut_back(tmp_path / "rows.jsonl", 2)
+    again = (tmp_path / "rows.jsonl").read_text("utf-8")
+    assert [json.loads(line) for line in again.split("\n")[:-1]] == kept
+
+
 # -------------------------------------------------------------------------------- own rewards
 
 
@@ -232,6 +261,22 @@ def test_a_reward_that_cannot_be_used_is_one_clear_line(own, capsys, spec, why):
     assert message.startswith(f"stapo.py: --reward {own}/{spec}") and why in message
 
 
+def test_an_error_of_one_rank_is_every_ranks(monkeypatch):
+    """Rank 0's reward works, rank 1's failed: rank 0 raises what rank 1 says."""
+    monkeypatch.setattr(distributed, "gather", lambda failure: [failure, "rank 1's"])
+    with pytest.raises(RewardError, match="rank 1's"):
+        bookkeeping.grade(lambda text, problem: 1.0, [], [])
+
+
+def test_a_failing_reward_loses_no_finished_step(own):
+    source = ["calls = []", "def late(response, row):", "    calls.append(row)"]
+    source += ["    return 1 / (len(calls) < 20)", ""]
+    (own / "late.py").write_text("\n".join(source))
+    with pytest.raises(SystemExit, match="ZeroDivisionError"):
+        run(own / "run", f"--data {own}/problems.jsonl --reward {own}/late.py:late")
+    assert [p.name for p in bookkeeping.checkpoints(own / "run")] == ["step_000001"]
+
+
 # ---------------------------------------------------------------------------- what is refused
 
 
@@ -275,6 +320,10 @@ def test_peak_memory_in_the_platforms_unit(monkeypatch, platform, gigabytes):
     monkeypatch.setattr(bookkeeping.sys, "platform", platform)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bookkeeping.peak_memory_gb() == pytest.approx(gigabytes)
+
+
+def test_figures_compare_runs_by_the_flags_that_resuming_keeps():
+    assert figures.INCIDENTAL == bookkeeping.RESUMABLE | {"seed"}
 
 
 def test_threads_is_a_flag(tmp_path, monkeypatch):
