@@ -1,15 +1,15 @@
 """The paper's comparison at a tiny scale: every method, several seeds, sweeps of tau_p and q.
 
-    python scripts/make_tiny.py --noise 0.03 --output runs/noisy
     python scripts/replicate.py --jobs 2
 
-Runs that are complete are not run again. Prints a table (mean and standard deviation over seeds)
+Runs that are complete are not run again; one that is not begins anew. Prints a table (mean and standard deviation over seeds)
 and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations), 7 (tau_p) and the sweep of q.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,7 +33,8 @@ def train(folder: Path, steps: int, flags: list[str]) -> None:
     log = folder / "metrics.jsonl"
     if not log.exists() or len(log.read_text().splitlines()) < steps:
         command = [sys.executable, "stapo.py", "@tests/tiny/args", "--steps", str(steps), *flags]
-        command += ["--save_every", "0", "--resume", "True", "--output", str(folder)]
+        command += ["--save_every", "0", "--output", str(folder)]
+        shutil.rmtree(folder, ignore_errors=True)
         print(" ".join(command[1:]), flush=True)
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -56,12 +57,12 @@ def table(groups: dict[str, list[Path]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="runs/noisy")
+    parser.add_argument("--model", default="tests/tiny")
     parser.add_argument("--output", type=Path, default=Path("runs/replication"))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sweep_seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     args = parser.parse_args()
