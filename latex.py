@@ -23,7 +23,8 @@ _VALUE_WORDS = (  # words that change a value: a text with one of them is no uni
     "least|most|about|approx[a-z]*|around|roughly|nearly|almost|between|more|less|fewer|greater|"
     "larger|smaller|over|under|above|below|up|not?|without|except|minus|plus|negative|squared|"
     "cubed|factorial|reciprocal|root of|multiples?|twice|double|triple|half|halves|quarters?|"
-    "(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|dozen|"
+    "or|maybe|perhaps|possibly|per mille|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
+    "eleven|twelve|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|dozen|"
     "hundred|thousand|million|billion|trillion)s?"
 )
 _COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
@@ -59,6 +60,12 @@ def _without_units(match: re.Match) -> str:
     return re.sub(_TEXT, r" \1 ", text)
 
 
+def _marked(word: re.Match) -> str:
+    """A word that changes a value, as text that is not read: letters times zero would vanish."""
+    return ("?" if re.search(r"\d", word.string) else "") + word[0]
+
+
+_UNREAD = rf"(?<![A-Za-z\\?])(?![A-Z]{{2}})(?i:{_VALUE_WORDS})(?![A-Za-z])"
 _REALS = "(-∞,∞)"
 _AFTER = r"(?<=[\d)}])\s*(COMMAND)?\s*"
 _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
@@ -112,10 +119,12 @@ RULES = [
     (r"\(\s*(?:\\[bp]?)?mod~\s*([^()]*)\)", r"\\pmod{\1}", "5 (mod 7)", r"5 \pmod {7}"),
     (r"\\[bp]?mod~|\bmod\b", r"\\pmod ", r"5 \bmod 7", r"5 \pmod  7"),
     (r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", "(1,2)U(3,4)", r"(1,2)\cup (3,4)"),
+    (r"\.{3}", r"\\ldots ", "1, 2, ...", r"1, 2, \ldots"),
     (r"\A[a-z](?=\([^()]*\]\Z|\[[^][]*\)\Z)", "", "t(0,4]", "(0,4]"),  # lost the sign of membership
     (_TRAILING, "", "120 miles per hour", "120"),
     (r",\s*(?=[,∨])", "", "1, 2, and 3", "1, 2, 3"),
     (r"^\s*\\(?:approx|sim)~", "", r"\approx 3.14", "3.14"),
+    (_UNREAD, _marked, r"0 \text{ at least}", "0   at ?least"),
 ]
 
 
@@ -128,7 +137,7 @@ RULES = [(re.compile(pattern), *others) for pattern, *others in RULES]
 @functools.lru_cache(maxsize=4096)
 def clean(text: str) -> str:
     """`text` in one spelling: no units, no layout, and one way to write what has many."""
-    text = text.translate(_UNICODE).strip().rstrip(".").strip()
+    text = re.sub(r"(?<!\.)\.\s*$", "", text.translate(_UNICODE)).strip()
     for pattern, new, *_ in RULES:
         text = pattern.sub(new, text)
     return text.strip(" =:").rstrip(" .,")
@@ -136,6 +145,15 @@ def clean(text: str) -> str:
 
 _SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil begin end pmod emptyset".split()
 COMMANDS = frozenset([*FUNCTIONS, *_SYMBOLS])
+_LETTERS = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau
+upsilon phi chi psi omega hbar ell nabla partial sum prod int lim sup inf max min gcd lcm det dim
+deg Re Im Pr bar overline underline tilde widehat
+""".split()
+# What may name a quantity. Any other command may be a relation or a negation, as \to and \not are.
+NAME = re.compile(
+    rf"(?!(?:[ei]|{'|'.join(COMMANDS)})\Z)[A-Za-z]|\\(?i:(?:var)?(?:{'|'.join(_LETTERS)}))(?![A-Za-z])"
+)
 _TOKEN = re.compile(
     r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:\s*_\s*(?:\d+|\{\s*\d+\s*\}))?"
     r"|\\begin\s*\{(?:[pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?|\\end\s*\{[a-z]*\}"
