@@ -292,7 +292,7 @@ class _Reader:
         """A factor without an operator in front of it: x in 2 x, but no 3 in 2 3, x 3 or 5° 3."""
         before, start = self.tokens[self.factor : self.at], self.at
         value = self.power()
-        factor = [token for token in self.tokens[start : self.at] if token not in "{}"]
+        factor = [token for token in self.tokens[start : self.at] if token not in "{}°"]
         if len(factor) == 1 and _is_number(factor[0]):
             if len([token for token in before if token not in "{}°"]) == 1:
                 raise ValueError("a number right beside a number or a name")
@@ -595,6 +595,6 @@ def rounds_to(answer: str, gold: str) -> bool:
         while isinstance(value, _Form) and (value.kind == "≈" or value.kind == "=" and value.name):
             value = value.parts[1]
         unit = _power(10, int(exponent or 0) - len(digits.partition(".")[2]))
-        return abs(value - target) <= min(unit / 2, abs(target) / 100)
+        return abs(value - target) <= min(unit / 2, abs(target) / 100) and not value.imag
     except _FAILURES:
         return False

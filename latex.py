@@ -31,7 +31,7 @@ _COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
 _INSIDE = r"(?:[^{}]|\{[^{}]*\})*"
 _TEXT = rf"{_COMMAND}({_INSIDE})\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_NO_UNIT = rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b|=)|(?:[^{{}}]*\s)?[-+]?\.?\d"
+_NO_UNIT = rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b|=)|(?:[^{{}}]*\s)?[-+]?\.?\d|[\W\d_]*\}}"
 _UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
 _UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times)*{_UNIT})*")
 _WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
@@ -65,12 +65,13 @@ def _marked(word: re.Match) -> str:
     return ("?" if re.search(r"\d", word.string) else "") + word[0]
 
 
-_UNREAD = rf"(?<![A-Za-z\\?])(?![A-Z]{{2}})(?i:{_VALUE_WORDS})(?![A-Za-z])"
+_UNREAD = rf"(?<![A-Za-z\\?{{])(?![A-Z]{{2}})(?i:{_VALUE_WORDS})(?![A-Za-z])"
 _REALS = "(-∞,∞)"
 _AFTER = r"(?<=[\d)}])\s*(COMMAND)?\s*"
 _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
-_WHOLE = r"(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
+_WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
 _INDEX = r"\s*(?:\{[^{}]*\}|\w))"
+_D = r"\s*(?:d|\\partial~)\s*(\\[A-Za-z]+|[A-Za-z])\s*"
 _TRAILING = rf"(?<=[\d.)}}°%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$"
 
 # (pattern, replacement, an example, the same example after all rules), applied in order. In a
@@ -109,6 +110,8 @@ RULES = [
     (r"\\div~", "/", r"1 \div 2", "1 / 2"),
     (r"\b(?:np|numpy|math)\.", "", "np.sin(x)", "sin(x)"),
     (r"\\[dtc](frac|binom)", r"\\\1", r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    (rf"\\frac\s*\{{{_D}\}}\s*\{{{_D}\}}", r"\1'_{\2}", r"\frac{dy}{dx}", "y'_{x}"),
+    (rf"(?<!\w)(\()?{_D}(?(1)\)\s*)/\s*(?(1)\(){_D}(?(1)\))(?!\w)", r"\2'_{\3}", "dy/dx", "y'_{x}"),
     (r"\{([^{}]*)\\choose~([^{}]*)\}", r"\\binom{\1}{\2}", r"{4 \choose 2}", r"\binom{4 }{ 2}"),
     (r"(\\frac|\\binom)\s*(\d)", r"\1{\2}", r"\frac 1{x}", r"\frac{1}{x}"),
     (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", r"\frac{1}2", r"\frac{1}{2}"),
@@ -147,7 +150,7 @@ _SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil begin end pmod em
 COMMANDS = frozenset([*FUNCTIONS, *_SYMBOLS])
 _LETTERS = """
 alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau
-upsilon phi chi psi omega hbar ell nabla partial sum prod int lim sup inf max min gcd lcm det dim
+upsilon phi chi psi omega hbar ell nabla partial sup inf max min gcd lcm det dim
 deg Re Im Pr bar overline underline tilde widehat
 """.split()
 # What may name a quantity. Any other command may be a relation or a negation, as \to and \not are.

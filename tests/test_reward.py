@@ -283,6 +283,15 @@ x < -\infty | (-\infty, -\infty)
 \Pi + \varepsilon_1 | \varepsilon_1 + \Pi
 \gcd(12, 18) = 6 | 6
 \text{north-west} | Northwest
+-\text{5} | -5
+\text{-}5 | -5
+2 \text{, } 3 | 2, 3
+5\text{\%} | 5\%
+2v_{up} | v_{up} + v_{up}
+\frac{dy}{dx} = 2x + 1 | \frac{dy}{dx} = 1 + 2x
+2 \frac{\partial f}{\partial x} | \frac{\partial f}{\partial x} + \frac{\partial f}{\partial x}
+\frac{d \theta}{d t} t | t \frac{d\theta}{dt}
+m (dv/dt + 1) | m ((d v)/(d t)) + m
 1, 2, \ldots, n | 1, 2, ..., n
 \lfloor 5.5 \rfloor | 5
 101_2 | 101
@@ -558,9 +567,20 @@ a, b, c | abc
 101_1 | 101
 \lfloor 5.5 \rceil | 5
 \lceil 5.5 \rfloor | 6
-\begin{pmatrix} 1 & 2 \\ 3 & 4 & 5 & 6 \end{pmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \\ 5 & 6 \end{pmatrix}
+\begin{bmatrix} 1 & 2 \\ 3 & 4 & 5 & 6 \end{bmatrix} | \begin{bmatrix} 1&2\\3&4\\5&6 \end{bmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 \\ 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \lfloor (1,2) \rfloor | 5
+\text{-}5 | 5
+\mbox{ - } 5 | 5
+2 45^\circ | 90
+2 1\frac{1}{2} | 3
+2 1 1/2 | 3
+\frac{dy}{dx} | \frac{y}{x}
+\frac{dy}{dx} | \frac{dy}{dt}
+m \frac{v}{t} + b v = f | m \frac{d v}{d t} + b v = f
+\frac{\partial f}{\partial x} | \frac{f}{x}
+\int x dx | x \int dx
+\sum_{k=1}^{n} k | k \sum_{k=1}^{n} 1
 \lceil \{1\} \rceil | 1
 \lfloor \infty \rfloor | \infty
 """
@@ -630,6 +650,7 @@ def test_rounded_gold_answers():
         ("41.7", "41.8"),
         ("4.6e33", "4.5e33"),
         ("4.5e32", "4.5e33"),
+        ("41.8 + 0.01i", "41.8"),
     ]:
         assert not is_correct(boxed(answer), gold)
     for answer, gold in [
@@ -696,8 +717,9 @@ def test_not_strings():
 
 FRAGMENTS = r"""
 \frac \sqrt \binom { } ( ) [ ] \{ \} | ^ _ ! , ; = < > + - * / \pm \cup \in \le \log \sin \left
-\right \text{ \begin{pmatrix} \end{pmatrix} & \\ \lfloor \rfloor \lfloor(1,2)\rfloor \infty \pi e i x n 0 1 2 10 3.5
-1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √ ² \overline \boxed{ \cdot \dot{x} nan np.
+\right \text{ \begin{pmatrix} \end{pmatrix} & \\ \lfloor \rfloor \lfloor(1,2)\rfloor \infty \pi
+e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √ ² \overline
+\boxed{ \cdot \dot{x} nan np.
 """.split()
 
 
