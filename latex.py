@@ -27,11 +27,14 @@ _VALUE_WORDS = (  # words that change a value: a text with one of them is no uni
     "eleven|twelve|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|dozen|"
     "hundred|thousand|million|billion|trillion)s?"
 )
+_VALUE_SIGNS = "约至不负半万亿"  # about, at least or most, not, minus, half, 10^4, 10^8
 _COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
 _INSIDE = r"(?:[^{}]|\{[^{}]*\})*"
 _TEXT = rf"{_COMMAND}({_INSIDE})\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_NO_UNIT = rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b|=)|(?:[^{{}}]*\s)?[-+]?\.?\d|[\W\d_]*\}}"
+_NO_UNIT = (
+    rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b|[={_VALUE_SIGNS}])|(?:[^{{}}]*\s)?[-+]?\.?\d|[\W\d_]*\}}"
+)
 _UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
 _UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times)*{_UNIT})*")
 _WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
@@ -52,7 +55,8 @@ def _without_units(match: re.Match) -> str:
     text = match[0].strip()
 
     def mark(unit: re.Match) -> str:
-        at_an_end = unit.start() == 0 or unit.end() == len(text)
+        before = text[: unit.start()].rstrip()
+        at_an_end = not before or unit.end() == len(text) and before[-1] not in ",;"
         return " " if at_an_end else " \\unit" + re.sub("[^A-Za-z]", "", unit[0]) + " "
 
     if re.search(r"[A-Za-z0-9]", _UNITS.sub("", text)):

@@ -284,6 +284,8 @@ x < -\infty | (-\infty, -\infty)
 \gcd(12, 18) = 6 | 6
 \text{north-west} | Northwest
 -\text{5} | -5
+5 \text{ 元} | 5
+4 \text{ cm}, 6 \text{ cm}^2 | 4, 6
 \text{-}5 | -5
 2 \text{, } 3 | 2, 3
 5\text{\%} | 5\%
@@ -571,6 +573,10 @@ a, b, c | abc
 \begin{pmatrix} 1 & 2 \\ 3 \\ 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \lfloor (1,2) \rfloor | 5
 \text{-}5 | 5
+5 \text{万} | 5
+\text{至少 } 5 | 5
+4, 6, \text{none} | 4, 6
+4, 6; \text{etc.} | 4, 6
 \mbox{ - } 5 | 5
 2 45^\circ | 90
 2 1\frac{1}{2} | 3
