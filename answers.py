@@ -183,11 +183,11 @@ class _Reader:
             raise ValueError(f"unexpected {self.next}")
         return parts[0] if len(parts) == 1 else _Form("{}", parts)
 
-    def items(self, expand: bool) -> list:
+    def items(self, expand: bool, separators: str = ",;∨") -> list:
         """Items between commas or "or". With `expand`, an item with ± becomes two."""
-        parts, separators = [], set()
-        while not parts or self.next in (",", ";", "∨"):
-            separators |= {self.take()} if parts else set()
+        parts, used = [], set()
+        while not parts or self.next in {*separators}:
+            used |= {self.take()} if parts else set()
             start = self.at
             parts.append(self.relation())
             if expand and self.plus_minus:
@@ -195,7 +195,7 @@ class _Reader:
                 parts.append(self.relation())
                 self.sign, self.plus_minus = 1, False
         names = {part.name if isinstance(part, _Form) else "" for part in parts}
-        conditions = separators == {"∨"} and len(names) == 1 and "" not in names
+        conditions = used == {"∨"} and len(names) == 1 and "" not in names
         if conditions and any(part.kind != "=" for part in parts):  # x < 0 or x = 1: one union
             return [_union([_Form("{}", p.parts[1:]) if p.kind == "=" else p for p in parts])]
         return parts
@@ -367,7 +367,7 @@ class _Reader:
 
     def group(self, opening: str):
         bars, self.bars = self.bars, 0
-        parts = self.items(expand=opening == "\\{")
+        parts = self.items(opening == "\\{", ",;" if opening in "([" else ",;∨")
         self.bars = bars
         closing = self.take(_CLOSING[opening])
         if opening == "\\{" or opening == "{" and len(parts) > 1:

@@ -284,6 +284,7 @@ x < -\infty | (-\infty, -\infty)
 \gcd(12, 18) = 6 | 6
 \text{north-west} | Northwest
 -\text{5} | -5
+\{4 \text{ or } 6\} | 4, 6
 5 \text{ 元} | 5
 4 \text{ cm}, 6 \text{ cm}^2 | 4, 6
 \text{-}5 | -5
@@ -576,6 +577,8 @@ a, b, c | abc
 5 \text{万} | 5
 \text{至少 } 5 | 5
 4, 6, \text{none} | 4, 6
+(4 \text{ or } 6) | (4, 6)
+[4 \text{ or } 6] | [4, 6]
 4, 6; \text{etc.} | 4, 6
 \mbox{ - } 5 | 5
 2 45^\circ | 90
