@@ -33,7 +33,7 @@ _INSIDE = r"(?:[^{}]|\{[^{}]*\})*"
 _TEXT = rf"{_COMMAND}({_INSIDE})\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 _NO_UNIT = (
-    rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b|[={_VALUE_SIGNS}])|(?:[^{{}}]*\s)?[-+]?\.?\d|[\W\d_]*\}}"
+    rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b(?!-)|[={_VALUE_SIGNS}])|(?:[^{{}}]*\s)?[-+]?\.?\d|[\W\d_]*\}}"
 )
 _UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
 _UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times)*{_UNIT})*")

@@ -284,6 +284,7 @@ x < -\infty | (-\infty, -\infty)
 \gcd(12, 18) = 6 | 6
 \text{north-west} | Northwest
 -\text{5} | -5
+6 \text{ three-digit numbers} | 6
 \{4 \text{ or } 6\} | 4, 6
 5 \text{ 元} | 5
 4 \text{ cm}, 6 \text{ cm}^2 | 4, 6
@@ -577,6 +578,7 @@ a, b, c | abc
 5 \text{万} | 5
 \text{至少 } 5 | 5
 4, 6, \text{none} | 4, 6
+6 \text{ one-hundredths} | 6
 (4 \text{ or } 6) | (4, 6)
 [4 \text{ or } 6] | [4, 6]
 4, 6; \text{etc.} | 4, 6
