@@ -32,9 +32,8 @@ _COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
 _INSIDE = r"(?:[^{}]|\{[^{}]*\})*"
 _TEXT = rf"{_COMMAND}({_INSIDE})\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_NO_UNIT = (
-    rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b(?!-)|[={_VALUE_SIGNS}])|(?:[^{{}}]*\s)?[-+]?\.?\d|[\W\d_]*\}}"
-)
+_NO_UNIT = rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b(?!-)|[={_VALUE_SIGNS}])"  # at least, Area = 5
+_NO_UNIT += r"|(?:[^{}]*\s)?[-+]?\.?\d|[\W\d_]*\}"  # 5 cm, or no letter at all
 _UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
 _UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times)*{_UNIT})*")
 _WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
