@@ -24,8 +24,8 @@ _VALUE_WORDS = (  # words that change a value: a text with one of them is no uni
     "larger|smaller|over|under|above|below|up|not?|without|except|minus|plus|negative|squared|"
     "cubed|factorial|reciprocal|root of|multiples?|twice|double|triple|half|halves|quarters?|"
     "or|maybe|perhaps|possibly|per mille|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
-    "eleven|twelve|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|dozen|"
-    "hundred|thousand|million|billion|trillion)s?"
+    "eleven|twelve|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|"
+    "millionth|dozen|hundred|thousand|million|billion|trillion)s?"
 )
 _VALUE_SIGNS = "约至不负半万亿"  # about, at least or most, not, minus, half, 10^4, 10^8
 _COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
@@ -74,7 +74,7 @@ _AFTER = r"(?<=[\d)}])\s*(COMMAND)?\s*"
 _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
 _WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
 _INDEX = r"\s*(?:\{[^{}]*\}|\w))"
-_D = r"\s*(?:d|\\partial~)\s*(\\[A-Za-z]+|[A-Za-z])\s*"
+_D = r"\s*(?:d|\\partial~)\s*(\\[A-Za-z]+|[A-Za-z])\s*"  # the dy and the dx of dy/dx
 _TRAILING = rf"(?<=[\d.)}}°%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$"
 
 # (pattern, replacement, an example, the same example after all rules), applied in order. In a
@@ -158,7 +158,8 @@ deg Re Im Pr bar overline underline tilde widehat
 """.split()
 # What may name a quantity. Any other command may be a relation or a negation, as \to and \not are.
 NAME = re.compile(
-    rf"(?!(?:[ei]|{'|'.join(COMMANDS)})\Z)[A-Za-z]|\\(?i:(?:var)?(?:{'|'.join(_LETTERS)}))(?![A-Za-z])"
+    rf"(?!(?:[ei]|{'|'.join(COMMANDS)})\Z)[^\W\d_]"
+    rf"|\\(?i:(?:var)?(?:{'|'.join(_LETTERS)}))(?![A-Za-z])"
 )
 _TOKEN = re.compile(
     r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:\s*_\s*(?:\d+|\{\s*\d+\s*\}))?"

@@ -284,6 +284,7 @@ x < -\infty | (-\infty, -\infty)
 \gcd(12, 18) = 6 | 6
 \text{north-west} | Northwest
 -\text{5} | -5
+2θ | θ + θ
 6 \text{ three-digit numbers} | 6
 \{4 \text{ or } 6\} | 4, 6
 5 \text{ 元} | 5
