@@ -20,8 +20,10 @@ Right answers that are still refused:
 - unions cut in other places, (0, 1] \cup [1, 2) for (0, 2), and x < 0 "and" x > 2 for a union;
 - sums, integrals, set builders, piecewise functions, and paraphrases of text answers;
 - irrational numbers beyond about 10^300, and rational ones beyond 4,096 bits.
-Units are dropped, not compared: 15 cm^3 counts for 15 cm^2. The modulus and the base may be left
-out, 5 for 5 \pmod 7 or 5_7, as the question names them.
+Answers that are accepted although they are not the same:
+- units are dropped, not compared: 15 cm^3 counts for 15 cm^2, and 5 \text{ PM} for 5 \text{ AM};
+- modulus and base may be left out, 5 for 5 \pmod 7 or 5_7, as the question names them;
+- 3 \approx 2 counts for 3; irrational numbers within TOLERANCE, or within 1e-12 of 0, are equal.
 """
 
 import cmath
@@ -33,7 +35,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from latex import COMMANDS, FUNCTIONS, clean, tokenize
+from latex import COMMANDS, FUNCTIONS, NAME, clean, tokenize
 
 MAX_CHARS = 1_000  # longer answers are compared as text
 MAX_DEPTH = 40  # nested groups, at most nine of Python's thousand frames each
@@ -42,7 +44,6 @@ MAX_BITS = 4_096  # size of an exact number; 100! / 2^50 and 10^100 fit
 MAX_UNORDERED = 32  # longer lists are compared in order
 MAX_FLOOR_TOKENS = 10_000  # tokens of all sample points at which floors are compared
 TOLERANCE = 1e-9  # relative: far above rounding, far below 1.5 against 1.50001
-INFINITY = 1.7e300  # stands for \infty and keeps -\infty apart from it
 
 # ---- reading: tokens, and a parser that computes -----------------------------------------------
 
@@ -57,7 +58,7 @@ _FAILURES = (ArithmeticError, ValueError, TypeError)  # 1 / 0; what is unreadabl
 class _Form:
     """Anything but one number, by kind: "()", "(]", "[)", "[]" point or interval; "{}" set or list;
     "∪" union; "=", "<", "≤", "≠" relation; "≈" exact value and its rounding; "mod" residue and
-    modulus; ":" ratio; "_" digits and base; "matrix3" by its width.
+    modulus; ":" ratio; "_" digits, base and value; "matrix3" by its width; "∞" with its sign.
 
     `name` is what a relation only names: x in x = 5 and x < 5, f(n) in f(n) = 2n, AB in AB = 4.
     """
@@ -69,15 +70,12 @@ class _Form:
     def __rmul__(self, factor):
         if factor == 1:
             return self
-        if isinstance(factor, _Form) or self.kind != "()" and not self.kind.startswith("matrix"):
+        numbers = not any(isinstance(x, _Form) for x in (factor, *self.parts))
+        if not numbers or self.kind not in ("()", "∞") and not self.kind.startswith("matrix"):
             raise ValueError(f"a product with {self.kind}")
         return _Form(self.kind, [_bounded(factor * part) for part in self.parts])
 
     __mul__ = __rmul__
-
-
-def _is_name(token: str) -> bool:
-    return token.lstrip("\\")[:1].isalpha() and token not in COMMANDS and token not in ("e", "i")
 
 
 def _is_number(token: str) -> bool:
@@ -115,28 +113,29 @@ def _factorial(x):
     return math.factorial(int(x)) if small else math.gamma(x + 1)
 
 
-def _rounds(exact, rounded, digits: str) -> bool:
-    """Whether a number of two `digits` or more is a rounding of `exact`, perhaps in degrees."""
+def _rounds(exact, rounded, side: list[str]) -> bool:
+    """Whether `side`, a number of two digits or more, rounds `exact`, which it may give in °."""
+    digits = next(filter(_is_number, side), "")
     if isinstance(exact, _Form) or isinstance(rounded, _Form) or len(digits) < 2:
         return False
     slack, x = 0.5000001 / 10 ** len(digits.partition(".")[2]), complex(exact).real
-    return min(abs(x - rounded), abs(math.degrees(x) - rounded)) <= slack
+    return any(abs(y - rounded) <= slack for y in (x, math.degrees(x))[: 1 + ("°" in side)])
 
 
 # What names a value on the left of an equation, n for a name and 1 for a number: x, f(n), (x, y)
 # for any value; AB, f(2), m + n, [ABC], |AB|, \overline{AB} for a number.
-_NAME = re.compile(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
+_NAMED_VALUE = re.compile(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
 _FACTOR = r"(?:n(?:\(-?1(?:,-?1)*\)|\{n+\})?|\[n+\]|\|n+\||frac\{n+\}\{n+\})"
 _NAMED_NUMBER = re.compile(rf"{_FACTOR}+(?:[-+*/]{_FACTOR}+)*")
 
 
 def _side_names(sides: list[list[str]], operators: list[str]) -> list[str]:
     """What each side of a relation names, "" for a side that is a value."""
-    names = [side[0] if len(side) == 1 and _is_name(side[0]) else "" for side in sides]
+    names = [side[0] if len(side) == 1 and NAME.match(side[0]) else "" for side in sides]
     kinds = ["1" if _is_number(token) else token for token in sides[0]]
-    kinds = ["n" if _is_name(k) or k in ("e", *_ANGLE_FUNCTIONS) else k for k in kinds]
-    a_number = {*operators} <= {"=", "≈"} and not any(map(_is_name, itertools.chain(*sides[1:])))
-    if _NAME.fullmatch("".join(kinds)) or a_number and _NAMED_NUMBER.fullmatch("".join(kinds)):
+    kinds = "".join("n" if NAME.match(k) or k in ("e", *_ANGLE_FUNCTIONS) else k for k in kinds)
+    a_number = {*operators} <= {"=", "≈"} and not any(map(NAME.match, itertools.chain(*sides[1:])))
+    if _NAMED_VALUE.fullmatch(kinds) or a_number and _NAMED_NUMBER.fullmatch(kinds):
         names[0] = "".join(sides[0])
     return names
 
@@ -151,6 +150,7 @@ def _union(parts: list, name: str = ""):
     return parts[0] if len(parts) == 1 else _Form("∪", parts, name)
 
 
+INFINITY = _Form("∞", [1])
 _CONSTANTS = {"pi": math.pi, "infty": INFINITY, "e": math.e, "i": 1j, "emptyset": _Form("{}", [])}
 
 
@@ -183,11 +183,11 @@ class _Reader:
             raise ValueError(f"unexpected {self.next}")
         return parts[0] if len(parts) == 1 else _Form("{}", parts)
 
-    def items(self, expand: bool) -> list:
+    def items(self, expand: bool, separators: str = ",;∨") -> list:
         """Items between commas or "or". With `expand`, an item with ± becomes two."""
-        parts, separators = [], set()
-        while not parts or self.next in (",", ";", "∨"):
-            separators |= {self.take()} if parts else set()
+        parts, used = [], set()
+        while not parts or self.next in {*separators}:
+            used |= {self.take()} if parts else set()
             start = self.at
             parts.append(self.relation())
             if expand and self.plus_minus:
@@ -195,7 +195,7 @@ class _Reader:
                 parts.append(self.relation())
                 self.sign, self.plus_minus = 1, False
         names = {part.name if isinstance(part, _Form) else "" for part in parts}
-        conditions = separators == {"∨"} and len(names) == 1 and "" not in names
+        conditions = used == {"∨"} and len(names) == 1 and "" not in names
         if conditions and any(part.kind != "=" for part in parts):  # x < 0 or x = 1: one union
             return [_union([_Form("{}", p.parts[1:]) if p.kind == "=" else p for p in parts])]
         return parts
@@ -214,7 +214,7 @@ class _Reader:
             if i == 0 and names[0] not in ("", "e"):  # x ≈ 3.14 names a number
                 operators = ["=" if operator == "≈" else operator for operator in operators]
             else:  # π ≈ 3.14 is π, and also 3.14
-                if _rounds(parts[i], parts[-1], next(filter(_is_number, sides[-1]), "")):
+                if _rounds(parts[i], parts[-1], sides[-1]):
                     parts[i] = _Form("≈", [parts[i], parts[-1]])
                 parts, names, operators = parts[: i + 1], names[: i + 1], operators[:i]
         if not operators:
@@ -226,7 +226,7 @@ class _Reader:
             return _Form(parts[1].kind, parts[1].parts, names[0])
         if operators == ["≠"] and any(names):
             value = parts[1] if names[0] else parts[0]
-            sides = [_Form("()", [-INFINITY, value]), _Form("()", [value, INFINITY])]
+            sides = [_Form("()", [-1 * INFINITY, value]), _Form("()", [value, INFINITY])]
             return _union(sides, names[0] or names[1])
         if set(operators) == {"="}:
             return self.equation(parts, names)
@@ -249,7 +249,7 @@ class _Reader:
             operators = ["<" if op == ">" else "≤" for op in operators[::-1]]
         if set(operators) <= {"<", "≤"}:
             if len(parts) == 2 and names[0]:  # x < 2 is (-infinity, 2)
-                parts, operators, names = [-INFINITY, *parts], ["<", *operators], ["", *names]
+                parts, operators, names = [-1 * INFINITY, *parts], ["<", *operators], ["", *names]
             elif len(parts) == 2 and names[1]:
                 parts, operators = [*parts, INFINITY], [*operators, "<"]
             if len(parts) == 3 and names[1]:
@@ -292,7 +292,7 @@ class _Reader:
         """A factor without an operator in front of it: x in 2 x, but no 3 in 2 3, x 3 or 5° 3."""
         before, start = self.tokens[self.factor : self.at], self.at
         value = self.power()
-        factor = [token for token in self.tokens[start : self.at] if token not in "{}"]
+        factor = [token for token in self.tokens[start : self.at] if token not in "{}°"]
         if len(factor) == 1 and _is_number(factor[0]):
             if len([token for token in before if token not in "{}°"]) == 1:
                 raise ValueError("a number right beside a number or a name")
@@ -305,9 +305,9 @@ class _Reader:
             if token == "^":
                 values.append(self.signs() * self.primary())
             elif token == "!":
+                if self.next == "!" or len(values) > 1:
+                    raise ValueError("a double factorial, or one that may belong to a power")
                 values[-1] = _factorial(values[-1])
-                if self.next == "!":
-                    raise ValueError("a double factorial")
             elif token == "°":
                 values[-1] = values[-1] * math.pi / 180 if self.angles else values[-1]
             elif self.next not in _STOP and self.next not in ("*", "/", "|"):
@@ -326,7 +326,7 @@ class _Reader:
         if _is_number(token):
             digits, _, base = token.partition("_")
             value = int(digits) if digits.isdecimal() else Fraction(digits)
-            value = _Form("_", [value, int(base)]) if base else value
+            value = _Form("_", [value, int(base), int(digits, int(base) or 1)]) if base else value
         elif token in _CLOSING:
             value = self.group(token)
         elif token == "|":
@@ -335,12 +335,12 @@ class _Reader:
             self.take("|")
             self.bars -= 1
         elif token in ("lfloor", "lceil"):
-            value = self.sum()
+            value = self.sum() + 0  # a set plus 0 is unreadable
             value = value if value.imag else value.real
             self.floors.append(value)
             sign = 1 if token == "lfloor" else -1  # log(1000) / log(10) counts as 3
             value = sign * math.floor(sign * value + (0 if _exact(value) else TOLERANCE))
-            self.take(("rfloor", "rceil"))
+            self.take(("r" + token[1:],))
         elif token == "frac":
             value = _divide(self.primary(), self.primary())
         elif token == "binom":
@@ -358,7 +358,7 @@ class _Reader:
             value = self.matrix()
         elif token in _CONSTANTS:
             value = _CONSTANTS[token]
-        elif _is_name(token):
+        elif NAME.match(token):
             value = self.variable(token)
         else:
             raise ValueError(f"unexpected {token}")
@@ -367,7 +367,7 @@ class _Reader:
 
     def group(self, opening: str):
         bars, self.bars = self.bars, 0
-        parts = self.items(expand=opening == "\\{")
+        parts = self.items(opening == "\\{", ",;" if opening in "([" else ",;∨")
         self.bars = bars
         closing = self.take(_CLOSING[opening])
         if opening == "\\{" or opening == "{" and len(parts) > 1:
@@ -403,6 +403,8 @@ class _Reader:
                 rows[-1].append(self.sum())
             elif self.next != "end":
                 rows.append([self.sum()])
+        if len({*map(len, rows)}) > 1:
+            raise ValueError("rows of different lengths")
         kind = "()" if len(rows[0]) == 1 else f"matrix{len(rows[0])}"
         return _Form(kind, [*itertools.chain(*rows)])
 
@@ -468,7 +470,7 @@ def _renamed(tokens: list[str]) -> list[str]:
     arguments = {match[1] for match in re.finditer(_DEFINITION, " ".join(tokens))}
     if len(arguments) != 1:
         return []
-    places = {name: f"\\place{i}" for i, name in enumerate(arguments.pop().split(" , "))}
+    places = {name: f"place{i}" for i, name in enumerate(arguments.pop().split(" , "))}
     return [places.get(token, token) for token in tokens]
 
 
@@ -549,7 +551,7 @@ def math_equal(a: str, b: str) -> bool:
     if not a or not b:
         return False
     if _is_words(a) or _is_words(b):
-        return _same_text(*(re.sub(r"[\s(){},.'\-]", "", x.lower()) for x in (a, b)))
+        return _same_text(*(re.sub(r"[\s(){}.']|(?<=\w{3})-", "", x.lower()) for x in (a, b)))
     pairs = list(itertools.product(_readings(a), _readings(b)))
     if ("%" in a) != ("%" in b):  # 62.5% answers 62.5 and 0.625, as the question has it
         hundredths = [pair if "%" in a else pair[::-1] for pair in pairs]
@@ -593,6 +595,6 @@ def rounds_to(answer: str, gold: str) -> bool:
         while isinstance(value, _Form) and (value.kind == "≈" or value.kind == "=" and value.name):
             value = value.parts[1]
         unit = _power(10, int(exponent or 0) - len(digits.partition(".")[2]))
-        return abs(value - target) <= min(unit / 2, abs(target) / 100)
+        return abs(value - target) <= min(unit / 2, abs(target) / 100) and not value.imag
     except _FAILURES:
         return False

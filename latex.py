@@ -23,14 +23,17 @@ _VALUE_WORDS = (  # words that change a value: a text with one of them is no uni
     "least|most|about|approx[a-z]*|around|roughly|nearly|almost|between|more|less|fewer|greater|"
     "larger|smaller|over|under|above|below|up|not?|without|except|minus|plus|negative|squared|"
     "cubed|factorial|reciprocal|root of|multiples?|twice|double|triple|half|halves|quarters?|"
-    "(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth|dozen|"
-    "hundred|thousand|million|billion|trillion)s?"
+    "or|maybe|perhaps|possibly|per mille|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
+    "eleven|twelve|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|"
+    "millionth|dozen|hundred|thousand|million|billion|trillion)s?"
 )
+_VALUE_SIGNS = "约至不负半万亿"  # about, at least or most, not, minus, half, 10^4, 10^8
 _COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|mbox|hbox|rm)\s*\{"
 _INSIDE = r"(?:[^{}]|\{[^{}]*\})*"
 _TEXT = rf"{_COMMAND}({_INSIDE})\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_NO_UNIT = rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b|=)|(?:[^{{}}]*\s)?[-+]?\.?\d"
+_NO_UNIT = rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b(?!-)|[={_VALUE_SIGNS}])"  # at least, Area = 5
+_NO_UNIT += r"|(?:[^{}]*\s)?[-+]?\.?\d|[\W\d_]*\}"  # 5 cm, or no letter at all
 _UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
 _UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times)*{_UNIT})*")
 _WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
@@ -51,7 +54,8 @@ def _without_units(match: re.Match) -> str:
     text = match[0].strip()
 
     def mark(unit: re.Match) -> str:
-        at_an_end = unit.start() == 0 or unit.end() == len(text)
+        before = text[: unit.start()].rstrip()
+        at_an_end = not before or unit.end() == len(text) and before[-1] not in ",;"
         return " " if at_an_end else " \\unit" + re.sub("[^A-Za-z]", "", unit[0]) + " "
 
     if re.search(r"[A-Za-z0-9]", _UNITS.sub("", text)):
@@ -59,11 +63,18 @@ def _without_units(match: re.Match) -> str:
     return re.sub(_TEXT, r" \1 ", text)
 
 
+def _marked(word: re.Match) -> str:
+    """A word that changes a value, as text that is not read: letters times zero would vanish."""
+    return ("?" if re.search(r"\d", word.string) else "") + word[0]
+
+
+_UNREAD = rf"(?<![A-Za-z\\?{{])(?![A-Z]{{2}})(?i:{_VALUE_WORDS})(?![A-Za-z])"
 _REALS = "(-∞,∞)"
 _AFTER = r"(?<=[\d)}])\s*(COMMAND)?\s*"
 _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
-_WHOLE = r"(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
+_WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
 _INDEX = r"\s*(?:\{[^{}]*\}|\w))"
+_D = r"\s*(?:d|\\partial~)\s*(\\[A-Za-z]+|[A-Za-z])\s*"  # the dy and the dx of dy/dx
 _TRAILING = rf"(?<=[\d.)}}°%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$"
 
 # (pattern, replacement, an example, the same example after all rules), applied in order. In a
@@ -102,6 +113,8 @@ RULES = [
     (r"\\div~", "/", r"1 \div 2", "1 / 2"),
     (r"\b(?:np|numpy|math)\.", "", "np.sin(x)", "sin(x)"),
     (r"\\[dtc](frac|binom)", r"\\\1", r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    (rf"\\frac\s*\{{{_D}\}}\s*\{{{_D}\}}", r"\1'_{\2}", r"\frac{dy}{dx}", "y'_{x}"),
+    (rf"(?<!\w)(\()?{_D}(?(1)\)\s*)/\s*(?(1)\(){_D}(?(1)\))(?!\w)", r"\2'_{\3}", "dy/dx", "y'_{x}"),
     (r"\{([^{}]*)\\choose~([^{}]*)\}", r"\\binom{\1}{\2}", r"{4 \choose 2}", r"\binom{4 }{ 2}"),
     (r"(\\frac|\\binom)\s*(\d)", r"\1{\2}", r"\frac 1{x}", r"\frac{1}{x}"),
     (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", r"\frac{1}2", r"\frac{1}{2}"),
@@ -112,10 +125,12 @@ RULES = [
     (r"\(\s*(?:\\[bp]?)?mod~\s*([^()]*)\)", r"\\pmod{\1}", "5 (mod 7)", r"5 \pmod {7}"),
     (r"\\[bp]?mod~|\bmod\b", r"\\pmod ", r"5 \bmod 7", r"5 \pmod  7"),
     (r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", "(1,2)U(3,4)", r"(1,2)\cup (3,4)"),
+    (r"\.{3}", r"\\ldots ", "1, 2, ...", r"1, 2, \ldots"),
     (r"\A[a-z](?=\([^()]*\]\Z|\[[^][]*\)\Z)", "", "t(0,4]", "(0,4]"),  # lost the sign of membership
     (_TRAILING, "", "120 miles per hour", "120"),
     (r",\s*(?=[,∨])", "", "1, 2, and 3", "1, 2, 3"),
     (r"^\s*\\(?:approx|sim)~", "", r"\approx 3.14", "3.14"),
+    (_UNREAD, _marked, r"0 \text{ at least}", "0   at ?least"),
 ]
 
 
@@ -128,7 +143,7 @@ RULES = [(re.compile(pattern), *others) for pattern, *others in RULES]
 @functools.lru_cache(maxsize=4096)
 def clean(text: str) -> str:
     """`text` in one spelling: no units, no layout, and one way to write what has many."""
-    text = text.translate(_UNICODE).strip().rstrip(".").strip()
+    text = re.sub(r"(?<!\.)\.\s*$", "", text.translate(_UNICODE)).strip()
     for pattern, new, *_ in RULES:
         text = pattern.sub(new, text)
     return text.strip(" =:").rstrip(" .,")
@@ -136,6 +151,16 @@ def clean(text: str) -> str:
 
 _SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil begin end pmod emptyset".split()
 COMMANDS = frozenset([*FUNCTIONS, *_SYMBOLS])
+_LETTERS = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau
+upsilon phi chi psi omega hbar ell nabla partial sup inf max min gcd lcm det dim
+deg Re Im Pr bar overline underline tilde widehat
+""".split()
+# What may name a quantity. Any other command may be a relation or a negation, as \to and \not are.
+NAME = re.compile(
+    rf"(?!(?:[ei]|{'|'.join(COMMANDS)})\Z)[^\W\d_]"
+    rf"|\\(?i:(?:var)?(?:{'|'.join(_LETTERS)}))(?![A-Za-z])"
+)
 _TOKEN = re.compile(
     r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:\s*_\s*(?:\d+|\{\s*\d+\s*\}))?"
     r"|\\begin\s*\{(?:[pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?|\\end\s*\{[a-z]*\}"

@@ -358,9 +358,14 @@ def number_pairs(bare: str) -> list[tuple[str, str]]:
         (rf"{bare} {{\rm cm}}", rf"\text{{more than }} {bare}"),
         (rf"{bare} \text{{ units}}", rf"{bare} \text{{ R }} 2"),
         (rf"= {bare}", rf"{bare} \text{{ out of }} 15"),
+        (rf"{bare} \text{{ m}}", rf"{bare} \text{{ at most}}"),
+        (rf"{bare} \text{{ points}}", rf"{bare} \text{{ or six}}"),
+        (rf"z = {bare}", rf"z \not= {bare}"),
+        (f"{bare}.", f"{bare}, ..."),
     ]
     if bare != "0":
         pairs.append((rf"1000000({bare}) / 10^6", rf"{bare} \text{{ million}}"))
+        pairs.append((rf"+{bare}", rf"\text{{-}}{bare}"))
     if n is not None and n > 3:
         factor = next((d for d in range(2, n) if n % d == 0), n)
         pairs.append((f"{factor} \\cdot {n // factor}", f"{factor} {n // factor}"))

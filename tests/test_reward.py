@@ -273,6 +273,33 @@ x = 1 \text{ or } 2 | x=1 \text{ or } x=2
 5 trillion | 5e12
 5 hundred | 500
 x \lor y | x, y
+NO = 4 | 4
+-(1, 2) | (-1, -2)
+x < -\infty | (-\infty, -\infty)
+(2^3)! | 40320
+2^{(3!)} | 64
+0 \cdot x | 0
+\arcsin 1 \approx 90.0^\circ | 90
+\Pi + \varepsilon_1 | \varepsilon_1 + \Pi
+\gcd(12, 18) = 6 | 6
+\text{north-west} | Northwest
+-\text{5} | -5
+2θ | θ + θ
+6 \text{ three-digit numbers} | 6
+\{4 \text{ or } 6\} | 4, 6
+5 \text{ 元} | 5
+4 \text{ cm}, 6 \text{ cm}^2 | 4, 6
+\text{-}5 | -5
+2 \text{, } 3 | 2, 3
+5\text{\%} | 5\%
+2v_{up} | v_{up} + v_{up}
+\frac{dy}{dx} = 2x + 1 | \frac{dy}{dx} = 1 + 2x
+2 \frac{\partial f}{\partial x} | \frac{\partial f}{\partial x} + \frac{\partial f}{\partial x}
+\frac{d \theta}{d t} t | t \frac{d\theta}{dt}
+m (dv/dt + 1) | m ((d v)/(d t)) + m
+1, 2, \ldots, n | 1, 2, ..., n
+\lfloor 5.5 \rfloor | 5
+101_2 | 101
 """
 DIFFERENT = r"""
 1.5          | 1.50001
@@ -497,6 +524,77 @@ r^2_1 | r_1
 4:30 | 4.5
 x<2 | y=2
 f(x)=y+x | x+y+1
+0 \text{ at least} | 0
+0 \text{ more} | 0
+0 at least | 0
+0 \text{ At Most} | 0
+0 \cdot \text{at least} | 0
+\text{at least} \cdot 0 | 0
+0 \text{twice} | 0
+5 + 0 \text{ at least} | 5
+0 \ldots | 0
+0 \Rightarrow x | 0
+0 \checkmark | 0
+0 \text{ or six} | 0
+5 \text{ or six} | 5
+\text{six or } 5 | 5
+5 \text{ times six} | 5
+5 \text{ perhaps} | 5
+5 \text{ per mille} | 5
+5 squared | 5 cubed
+-(\infty, 0) | (-\infty, 0)
+-(-\infty, 0) | (0, \infty)
+2(0, \infty) | (0, \infty)
+\infty - \infty | 0
+\infty / \infty | 1
+0 \cdot \infty | 0
+\infty^0 | 1
+2 \infty | \infty
+\infty | -\infty
+1.7 \cdot 10^{300} | \infty
+n^2! | n^{(2!)}
+n^2! | (n^2)!
+2^{3}! | 64
+x \not= 5 | 5
+\not x = 5 | 5
+\neg x = 5 | 5
+\text{not } x = 5 | 5
+1 \approx 57 | 57
+\pi \approx 180 | 180
+1.0 \approx 57.3 | 57.3
+1, 2, ... | 1, 2
+5... | 5
+-abc | abc
+a-b-c | abc
+a, b, c | abc
+1_000 | 1
+5_3 | 5
+101_1 | 101
+\lfloor 5.5 \rceil | 5
+\lceil 5.5 \rfloor | 6
+\begin{bmatrix} 1 & 2 \\ 3 & 4 & 5 & 6 \end{bmatrix} | \begin{bmatrix} 1&2\\3&4\\5&6 \end{bmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 \\ 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+\lfloor (1,2) \rfloor | 5
+\text{-}5 | 5
+5 \text{万} | 5
+\text{至少 } 5 | 5
+4, 6, \text{none} | 4, 6
+6 \text{ one-hundredths} | 6
+(4 \text{ or } 6) | (4, 6)
+[4 \text{ or } 6] | [4, 6]
+4, 6; \text{etc.} | 4, 6
+\mbox{ - } 5 | 5
+2 45^\circ | 90
+2 1\frac{1}{2} | 3
+2 1 1/2 | 3
+\frac{dy}{dx} | \frac{y}{x}
+\frac{dy}{dx} | \frac{dy}{dt}
+m \frac{v}{t} + b v = f | m \frac{d v}{d t} + b v = f
+\frac{\partial f}{\partial x} | \frac{f}{x}
+\int x dx | x \int dx
+\sum_{k=1}^{n} k | k \sum_{k=1}^{n} 1
+\lceil \{1\} \rceil | 1
+\lfloor \infty \rfloor | \infty
 """
 
 
@@ -564,6 +662,7 @@ def test_rounded_gold_answers():
         ("41.7", "41.8"),
         ("4.6e33", "4.5e33"),
         ("4.5e32", "4.5e33"),
+        ("41.8 + 0.01i", "41.8"),
     ]:
         assert not is_correct(boxed(answer), gold)
     for answer, gold in [
@@ -630,8 +729,9 @@ def test_not_strings():
 
 FRAGMENTS = r"""
 \frac \sqrt \binom { } ( ) [ ] \{ \} | ^ _ ! , ; = < > + - * / \pm \cup \in \le \log \sin \left
-\right \text{ \begin{pmatrix} \end{pmatrix} & \\ \lfloor \rfloor \infty \pi e i x n 0 1 2 10 3.5
-1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √ ² \overline \boxed{ \cdot \dot{x} nan np.
+\right \text{ \begin{pmatrix} \end{pmatrix} & \\ \lfloor \rfloor \lfloor(1,2)\rfloor \infty \pi
+e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √ ² \overline
+\boxed{ \cdot \dot{x} nan np.
 """.split()
 
 
