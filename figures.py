@@ -41,7 +41,7 @@ TRAINING = {
     "reward": "mean reward (−1 to +1)",
     "entropy": "policy entropy (nats)",
     "silenced_fraction": "silenced share of all tokens",
-    "sampling_gap": "sampling check: mean of −ln p − H (nats)",
+    "sampling_gap": "sampling gap (nats)",
 }
 QUANTILES = {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)}
 INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it computes; the seed

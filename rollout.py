@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import math
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -358,8 +359,7 @@ def generate_in_batches(
     It draws from torch's generator, so that a batch has one seed, that of its first response: what
     is sampled depends on the batches then.
     """
-    if not bar.disable:  # rank 0
-        print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
+    print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
     pad, stops, responses = config.pad_token_id, set(config.eos_token_id), []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
@@ -377,7 +377,8 @@ def generate_in_batches(
 
 @functools.cache
 def print_once(line: str) -> None:
-    tqdm.write(line)
+    if os.environ.get("RANK", "0") == "0":  # torchrun's
+        tqdm.write(line)
 
 
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:

@@ -2,8 +2,8 @@
 
     python scripts/replicate.py --jobs 2
 
-Runs that are complete are not run again; one that is not begins anew. Prints a table (mean and standard deviation over seeds)
-and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations), 7 (tau_p) and the sweep of q.
+Runs that are complete are not run again; one that is not begins anew. Prints a table (mean and
+standard deviation over seeds) and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations), 7 (tau_p) and the sweep of q.
 """
 
 import argparse
