@@ -124,7 +124,7 @@ def training_problems(cfg: Any, tokenizer: Tokenizer) -> list[dict]:
     """[{"problem", "answer", "prompt_ids"}] with the prompts that are too long dropped aloud."""
     progress = f"reading {cfg.data}" if rank() == 0 else None
     problems = load_problems(cfg.data, whole_rows=bool(cfg.reward), progress=progress)
-    for problem in problems:
+    for problem in distributed.progress(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
     kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
     if not kept:

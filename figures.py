@@ -132,17 +132,17 @@ def read_dump(path: Path) -> dict:
 
 def group_runs(paths: list[Path], window: int) -> list[Group]:
     """Reads the runs and puts seeds together; a label names the flags in which groups differ."""
-    found: dict[str, list[Path]] = {}
+    by_flags: dict[str, list[Path]] = {}
     for path in paths:
         try:
             config = json.loads((path / "config.json").read_text("utf-8"))
             flags = {key: value for key, value in config.items() if key not in INCIDENTAL}
-            found.setdefault(json.dumps({"method": config["method"]} | flags), []).append(path)
+            by_flags.setdefault(json.dumps({"method": config["method"]} | flags), []).append(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no run directory of stapo.py: {error!r}") from error
-    groups, all_flags = [], [json.loads(key) for key in found]
+    groups, all_flags = [], [json.loads(key) for key in by_flags]
     names = [*METHODS, *(flags["method"] for flags in all_flags)]  # the legend's order
-    runs = zip(all_flags, found.values(), strict=True)
+    runs = zip(all_flags, by_flags.values(), strict=True)
     for flags, members in sorted(runs, key=lambda run: names.index(run[0]["method"])):
         name, colour = METHODS.get(flags["method"], (flags["method"], "#8C8C8C"))
         rivals = [other for other in all_flags if other["method"] == flags["method"]]
@@ -151,7 +151,7 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
         pale = 0.6 * rank / len(rivals)  # towards white: a sweep keeps the hue of its method
         line = {"color": [c + pale * (1 - c) for c in matplotlib.colors.to_rgb(colour)]}
         line["linestyle"] = ("-", "--", "-.", ":")[rank % 4]
-        suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", label.lower()) if len(found) > 1 else ""
+        suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", label.lower()) if len(by_flags) > 1 else ""
         label += f" ({len(members)} runs)" if len(members) > 1 else ""
         series = [read_metrics(path / "metrics.jsonl", window) for path in members]
         dumps = [read_dump(file) for p in members for file in sorted(p.glob("dumps/step_*.json"))]
@@ -185,7 +185,7 @@ def visible(text: str, font: dict | None = None) -> str:
 def cell(text: str) -> str:
     """Text as code in a markdown table: nothing in it can end the cell, the row or the code."""
     special = r"[&<>|`*_\[\]~$]|\\(?![A-Za-z0-9])"  # a backslash before a letter stands for itself
-    return "<code>" + re.sub(special, lambda found: f"&#{ord(found[0])};", text) + "</code>"
+    return "<code>" + re.sub(special, lambda match: f"&#{ord(match[0])};", text) + "</code>"
 
 
 def draw_curves(
@@ -200,8 +200,8 @@ def draw_curves(
         for step in sorted({step for run in group.series for step in run.get(metric, {})})
         if (values := [run[metric][step] for run in group.series if step in run.get(metric, {})])
     ]
-    found = {row["metric"] for row in rows}
-    panels = {metric: text for metric, text in panels.items() if metric in found}
+    recorded = {row["metric"] for row in rows}
+    panels = {metric: text for metric, text in panels.items() if metric in recorded}
     if not panels:
         return
     write_csv(out / f"{stem}.csv", rows)

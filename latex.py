@@ -180,7 +180,7 @@ _ALIASES |= {"\\" + name: name for name in COMMANDS}
 
 def tokenize(text: str) -> list[str]:
     """The tokens of a cleaned text: numbers, names with their indices, commands, signs."""
-    found = [re.sub(r"[\s{}]", "", t) if "_" in t else t for t in _TOKEN.findall(text)]
-    found = [t[:6] if t.startswith("\\begin") else t for t in found]
-    found = [t[:4] if t.startswith("\\end") else t for t in found]
-    return [_ALIASES.get(token, token) for token in found]
+    tokens = [re.sub(r"[\s{}]", "", t) if "_" in t else t for t in _TOKEN.findall(text)]
+    tokens = [t[:6] if t.startswith("\\begin") else t for t in tokens]
+    tokens = [t[:4] if t.startswith("\\end") else t for t in tokens]
+    return [_ALIASES.get(token, token) for token in tokens]

@@ -89,9 +89,9 @@ def check_head(model: Model) -> None:
     """
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
     hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 8, H)
-    product = hidden @ model.get_output_embeddings().weight.T  # (1, 8, V)
+    expected = hidden @ model.get_output_embeddings().weight.T  # (1, 8, V)
     logits = model(ids, use_cache=False).logits
-    if not torch.allclose(product, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+    if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         raise InputError(
             "--model: its logits are not hidden states times the weight of its output head "
             "(a bias, a scale or a soft cap), which is not supported"
@@ -426,13 +426,14 @@ class SlotCache(Cache):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's new keys and values (B, heads, T, width) -> those that it attends to."""
-        found = []
+        attended = []
         for states, new in ((self.keys, key), (self.values, value)):
             if layer_idx == len(states):  # the first forward
                 states.append(new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3]))
             states[layer_idx][self.place] = new.transpose(1, 2)
-            found.append(states[layer_idx][: len(new), :, : self.visible] if self.visible else new)
-        return found[0], found[1]
+            whole = states[layer_idx]
+            attended.append(whole[: len(new), :, : self.visible] if self.visible else new)
+        return attended[0], attended[1]
 
     def close_gaps(self, slots: list[int | None]) -> None:
         """Move the last rows into free slots (None), so that the rows in use come first."""
@@ -665,7 +666,7 @@ class HeadStats(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, chunk, block_rows):
         stats = hidden.new_empty(4, len(targets), dtype=torch.float32)
         for i in range(0, len(targets), chunk):
-            logits = product(hidden[i : i + chunk], weight)  # (C, V) float32
+            logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
             # few rows at a time, so that pi is a small second buffer beside the logits
             for j, block in enumerate(logits.split(block_rows)):
                 rows = slice(i + j * block_rows, i + j * block_rows + len(block))
@@ -691,7 +692,7 @@ class HeadStats(torch.autograd.Function):
         for i in range(0, len(targets), ctx.chunk):
             rows = slice(i, i + ctx.chunk)
             # d logp / d logits = onehot - pi
-            grad = product(hidden[rows], weight).sub_(lse[rows, None]).exp_().neg_()
+            grad = float32_logits(hidden[rows], weight).sub_(lse[rows, None]).exp_().neg_()
             grad.scatter_add_(1, targets[rows, None], torch.ones_like(grad[:, :1]))
             grad *= grad_logp[rows, None]
             grad = grad.to(hidden.dtype)
@@ -701,7 +702,7 @@ class HeadStats(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """hidden @ weight.T accumulated and returned in float32: p < 0.002 is decided on it."""
     if hidden.dtype == torch.float32:
         return hidden @ weight.T

@@ -167,8 +167,8 @@ def main() -> None:
         cells = [name, f"{sum(bool(s['change'] > 0) for s in steps)} of {len(steps)}"]
         for key, (_, factor) in COLUMNS.items():
             values = factor * torch.stack([step[key] for step in steps]).double()
-            spread = float(f"{values.std():.2g}")  # 120, where :.2g alone writes 1.2e+02
-            cells.append(f"{values.mean():.3g} ± {spread:g}")
+            deviation = float(f"{values.std():.2g}")  # 120, where :.2g alone writes 1.2e+02
+            cells.append(f"{values.mean():.3g} ± {deviation:g}")
         print(f"| {' | '.join(cells)} |")
 
 

@@ -3,7 +3,8 @@
     python scripts/replicate.py --jobs 2
 
 Runs that are complete are not run again; one that is not begins anew. Prints a table (mean and
-standard deviation over seeds) and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations), 7 (tau_p) and the sweep of q.
+standard deviation over seeds) and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations),
+7 (tau_p) and the sweep of q.
 """
 
 import argparse
@@ -49,8 +50,8 @@ def table(groups: dict[str, list[Path]]) -> str:
         cells = []
         for key, part, factor in COLUMNS.values():
             values = [factor * statistics.fmean(row[key] for row in run[part]) for run in runs]
-            spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.3g}{spread}")
+            deviation = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+            cells.append(f"{statistics.fmean(values):.3g}{deviation}")
         lines.append([name, str(len(folders)), *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
