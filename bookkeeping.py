@@ -8,6 +8,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import resource
 import shutil
 import signal
@@ -537,7 +538,7 @@ class Interrupted(BaseException):
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM ask for a stop: a rollout is left, an update is finished, then it saves.
+    """Ctrl-C and SIGTERM ask for a stop: a rollout is left, updates are finished, then it saves.
 
     Launchers and schedulers repeat SIGTERM, torchrun repeats Ctrl-C within moments: the same wish.
     A second Ctrl-C later than that stops at once.
@@ -552,8 +553,10 @@ class StopSignal:
         if number == signal.SIGINT and time.time() - self.asked_at > 2:
             raise KeyboardInterrupt
         if not self.asked and rank() == 0:
-            words = "stopping: a rollout is left out, an update is finished (Ctrl-C again: at once)"
-            tqdm.write(words, file=sys.stderr)
+            # Not print: a signal can come amid another write to the same stream.
+            os.write(
+                2, b"\nstopping; updates that have begun are finished (Ctrl-C again: at once)\n"
+            )
         if not self.asked:
             self.asked, self.asked_at = True, time.time()
         if self.inside:
