@@ -149,9 +149,14 @@ print(whole, sum(p.to_local().numel() for p in model.parameters()))
 # ------------------------------------------------------------------------------ crash and resume
 
 
+KILLS = int(os.environ.get("KILLS", 3))
+STEPS = 2 * KILLS
+
+
 def start(output: Path, *extra: str) -> subprocess.Popen:
-    """A run of six steps; RANKS=2 in the environment puts it under torchrun."""
-    flags = "@tests/tiny/args --steps 6 --batch_size 4 --mini_batch_size 2 --save_every 1 --output"
+    """A run of two steps for each kill; RANKS=2 in the environment puts it under torchrun."""
+    flags = f"@tests/tiny/args --steps {STEPS} --batch_size 4 --mini_batch_size 2 --save_every 1"
+    flags += " --output"
     ranks = os.environ.get("RANKS", "1")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > "1" else []
     command = [sys.executable, *torchrun, "stapo.py", *flags.split(), str(output), *extra]
@@ -188,14 +193,13 @@ def again(output: Path) -> subprocess.Popen:
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
     """SIGKILL and SIGTERM at random moments (KILLS=20: more): no step twice, missing or other."""
     output, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    kills = int(os.environ.get("KILLS", 3))
-    moments = torch.rand(kills, generator=torch.Generator().manual_seed(3))
+    moments = torch.rand(KILLS, generator=torch.Generator().manual_seed(3))
     for number, moment in enumerate(moments.tolist()):
         process = again(output)
         began = len(lines(output)) if log.exists() else 0
         deadline = time.time() + 60
         while process.poll() is None and time.time() < deadline:  # wait until it trains
-            if log.exists() and len(log.read_text().splitlines()) > min(began, 5):
+            if log.exists() and len(log.read_text().splitlines()) > min(began, STEPS - 1):
                 break
             time.sleep(0.01)
         time.sleep(moment)
