@@ -260,6 +260,8 @@ class Run:
         if self.finished < self.cfg.steps and self.saved == self.finished:
             again = f"continue with --resume --output {self.folder}"
             print(f"stopped after step {self.finished}; {again}")
+        if self.finished == self.cfg.steps:
+            print(f"{self.finished} steps done, in {self.folder}")
         if self.cfg.lr == 0 and self.counted:
             silenced, tokens = self.counted["silenced"], self.counted["tokens"]
             print(f"{silenced} of {tokens} tokens are spurious: {100 * silenced / tokens:.4f} %")
