@@ -250,7 +250,7 @@ def sample(
     At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding.
     `seed` is one for each response, or one from which these are made. A response depends on its
     own prompt and seed and on the weights: what else is decoded beside it changes its rounding
-    alone. `progress` names a tqdm bar over responses.
+    alone (but see generate_in_batches). `progress` names a tqdm bar over responses.
     """
     if isinstance(seed, int):
         seed = [mix_seed(seed, i) for i in range(len(prompts))]
