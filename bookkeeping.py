@@ -5,6 +5,7 @@ the run directory and its records, metrics, dumps for figures.py, checkpoints, t
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers.utils import logging
@@ -167,10 +169,12 @@ class Run:
 
     def __init__(self, cfg: Any):
         output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
-        self.cfg, self.stop = cfg, StopSignal()
+        stop.listen()
+        self.cfg = cfg
         self.folder, self.checkpoint = open_folder(output, cfg.resume, asdict(cfg))
         self.step = self.finished = self.saved = step_of(self.checkpoint)
         self.saved_at = time.time()
+        self.memory: list[torch.Tensor] = []  # what is trained, after step `finished` (remember)
         self.metrics: dict[str, Any] = {}  # of the current step
         self.failures = 0  # updates in a row that were not finite
         self.counted = Counter()  # tokens, and silenced ones, since the start of this process
@@ -180,7 +184,7 @@ class Run:
         """The steps that are left, until one is the last or a stop was asked for."""
         total, name = self.cfg.steps, self.cfg.method
         self.bar = tqdm(total=total, initial=self.step, desc=name, disable=rank() > 0)
-        while self.step < total and not self.stopping():
+        while self.step < total and not stop.asked_of_any():
             self.step += 1
             self.metrics, self.started = {"step": self.step}, time.time()
             yield self.step
@@ -205,13 +209,9 @@ class Run:
         if self.failures == 3:
             raise InputError(f"step {self.step}: three updates in a row were not finite")
 
-    def stopping(self) -> bool:
-        """Whether a stop was asked of any rank: the same on all of them."""
-        return all_max(int(self.stop.asked)) > 0
-
-    def dump(self, model: Model, tokenizer: Tokenizer, episodes: list[Episode]) -> None:
+    def dump(self, episodes: list[Episode]) -> None:
         path = self.folder / "dumps" / f"step_{self.step:06d}.json"
-        dump_tokens(path, self.step, model, tokenizer, episodes, self.cfg)
+        dump_tokens(path, self.step, self.model, self.tokenizer, episodes, self.cfg)
 
     def end_step(self, episodes: list[Episode]) -> None:
         """Append this step to metrics.jsonl and samples.jsonl, move the bar, show a sample."""
@@ -237,23 +237,67 @@ class Run:
             tqdm.write(SAMPLING_WARNING.format(**line), file=sys.stderr)
             self.warned = True
 
-    def save_if_due(self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer) -> None:
+    @contextlib.contextmanager
+    def holding(
+        self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer
+    ) -> Iterator[None]:
+        """Around the loop over steps(): its last whole step is saved, whatever ends it.
+
+        A stop can end it amid the updates of a step; these are undone.
+        """
+        self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
+        try:
+            yield
+        except Interrupted:
+            self.go_back()
+        except RewardError:
+            self.save()  # no weight has changed since: rewards come before updates
+            raise
+        self.save()
+        self.close()
+
+    def save_if_due(self) -> None:
         """Save every so many steps, and after so many minutes, whichever comes first."""
         minutes = (time.time() - self.saved_at) / 60
         late = 0 < self.cfg.save_minutes <= minutes
         if self.is_due(self.cfg.save_every) or all_max(int(late)):
-            self.save(model, optimizer, tokenizer)
+            self.save()
+        elif self.optimizer:
+            self.remember()
 
-    def save(self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer) -> None:
+    def save(self) -> None:
         """A checkpoint of the last finished step, unless it exists or nothing is trained."""
-        if optimizer and self.finished > self.saved:
-            keep_last = self.cfg.keep_last
-            save_checkpoint(self.folder, self.finished, model, optimizer, tokenizer, keep_last)
+        if self.optimizer and self.finished > self.saved:
+            held = self.model, self.optimizer, self.tokenizer
+            save_checkpoint(self.folder, self.finished, *held, self.cfg.keep_last)
             self.saved, self.saved_at = self.finished, time.time()
 
-    def close(self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer) -> None:
-        """Save, and say how to continue the run or what it measured."""
-        self.save(model, optimizer, tokenizer)
+    def trained(self) -> list[torch.Tensor]:
+        """Weights and AdamW's moments; under FSDP2 this rank's shards of them."""
+        tensors = list(self.model.parameters())
+        for state in self.optimizer.state.values():
+            tensors += state.values()
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Copy what is trained to host memory: the next step may be stopped amid its updates."""
+        tensors = self.trained()
+        if not self.memory:
+            self.memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        for copy, tensor in zip(self.memory, tensors, strict=True):
+            copy.copy_(tensor)
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """Undo the updates of a step that was stopped; without a step to save, nothing needs it."""
+        if self.optimizer and self.finished > self.saved:
+            distributed.reshard(self.model)
+            for copy, tensor in zip(self.memory, self.trained(), strict=True):
+                tensor.copy_(copy)
+
+    def close(self) -> None:
+        """Say how to continue the run or what it measured."""
         self.bar.close()
         if rank() > 0:
             return
@@ -536,11 +580,11 @@ def load_optimizer(folder: Path, model: Model, optimizer: Optimizer | None) -> N
 
 
 class Interrupted(BaseException):
-    """Ends a function of StopSignal.interruptible; no `except Exception` inside it catches this."""
+    """A stop ends what runs; no `except Exception` inside it catches this."""
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM ask for a stop: a rollout is left, updates are finished, then it saves.
+    """Ctrl-C and SIGTERM ask for a stop: the step is left out, and the last whole one is saved.
 
     Launchers and schedulers repeat SIGTERM, torchrun repeats Ctrl-C within moments: the same wish.
     A second Ctrl-C later than that stops at once.
@@ -548,6 +592,10 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.asked, self.asked_at, self.inside = False, math.inf, False
+
+    def listen(self) -> None:
+        """Begin to answer both signals, with no stop asked for yet."""
+        self.__init__()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask)
 
@@ -556,13 +604,20 @@ class StopSignal:
             raise KeyboardInterrupt
         if not self.asked and rank() == 0:
             # Not print: a signal can come amid another write to the same stream.
-            os.write(
-                2, b"\nstopping; updates that have begun are finished (Ctrl-C again: at once)\n"
-            )
+            os.write(2, b"\nstopping; the last whole step is saved (Ctrl-C again: at once)\n")
         if not self.asked:
             self.asked, self.asked_at = True, time.time()
         if self.inside:
             self.inside = False
+            raise Interrupted
+
+    def asked_of_any(self) -> bool:
+        """Whether a stop was asked of any rank: the same on all of them."""
+        return all_max(int(self.asked)) > 0
+
+    def leave_if_asked(self) -> None:
+        """Raise Interrupted on every rank, if a stop was asked of any."""
+        if self.asked_of_any():
             raise Interrupted
 
     def interruptible(self, function: Callable) -> Callable:
@@ -580,3 +635,6 @@ class StopSignal:
                 self.inside = False
 
         return call
+
+
+stop = StopSignal()  # one for the process, as signals are

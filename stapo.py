@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 import bookkeeping
 import distributed
 import eval as evaluation
-from bookkeeping import Run, StopSignal
+from bookkeeping import Run, stop
 from distributed import all_cat, all_max, all_sum, rank, world_size
-from reward import RewardError, load_reward
+from reward import load_reward
 from rollout import (
     INSTRUCTION,
     Episode,
@@ -306,6 +306,7 @@ def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
 
 def forward(model: Model, batch: list[Episode]) -> tuple[torch.Tensor, ...]:
     """logp, entropy, collision, response_mask of a micro-batch: (B, L); an empty one is a dummy."""
+    stop.leave_if_asked()  # every rank calls this equally often
     responses = [e.response for e in batch] or [Response([0], [0], False, "")]
     input_ids, attention_mask, mask = pad_batch(responses, model.device)
     return *model.token_stats(input_ids, attention_mask, mask), mask
@@ -461,12 +462,10 @@ def collect(
     step: int,
     cfg: Config,
     reward: Callable[[str, dict], float],
-    stop: StopSignal,
 ) -> list[list[Episode]]:
     """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
-    Empty where a stop was asked for before the sampling ended.
     """
     indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
@@ -485,8 +484,7 @@ def collect(
             seed=seeds,
             progress="rollout" if rank() == 0 else None,
         )
-    if all_max(int(stop.asked)):
-        return []
+    stop.leave_if_asked()
     rewards = bookkeeping.grade(reward, responses, chosen)
     groups = torch.tensor(rewards).view(-1, cfg.group_size)  # (P, G)
     advantages = group_advantages(groups).flatten().tolist()  # (P G,)
@@ -525,48 +523,40 @@ def train(cfg: Config) -> None:
     suite = evaluation.load_benchmarks(names, flag="--eval_benchmarks")
     run = Run(cfg)
     model, reference, optimizer = bookkeeping.load_policies(cfg, run.checkpoint)
-    for step in run.steps():
-        # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
-        try:
-            mini_batches = collect(model, tokenizer, problems, step, cfg, reward, run.stop)
-        except RewardError:
-            run.save(model, optimizer, tokenizer)  # what was learnt so far is not lost
-            raise
-        if not mini_batches:  # a stop was asked for: this step is left out
-            break
-        episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
-        if reference:
-            for episode, ref_logp, *_ in token_statistics(reference, episodes, cfg):
-                episode.ref_logp = ref_logp
-        run.write(entropy_metrics(episodes), bookkeeping.rollout_metrics(episodes, cfg))
-        if run.is_due(cfg.dump_every):
-            for mini_batch in mini_batches:
-                form_mask(mini_batch, cfg)
-            run.dump(model, tokenizer, episodes)
-        run.stopwatch("rollout_seconds")
-        if run.stopping():  # no weight has changed yet: this step is left out too
-            break
+    with run.holding(model, optimizer, tokenizer):
+        for step in run.steps():
+            # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
+            mini_batches = collect(model, tokenizer, problems, step, cfg, reward)
+            episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
+            if reference:
+                for episode, ref_logp, *_ in token_statistics(reference, episodes, cfg):
+                    episode.ref_logp = ref_logp
+            run.write(entropy_metrics(episodes), bookkeeping.rollout_metrics(episodes, cfg))
+            if run.is_due(cfg.dump_every):
+                for mini_batch in mini_batches:
+                    form_mask(mini_batch, cfg)
+                run.dump(episodes)
+            run.stopwatch("rollout_seconds")
 
-        # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-        lr, totals = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps)), []
-        if optimizer:
-            optimizer.param_groups[0]["lr"] = lr
-        for number, mini_batch in enumerate(mini_batches):
-            if optimizer and number > 0:  # before the first, pi_theta = pi_old: nothing has changed
-                statistics_pass(model, mini_batch, cfg)
-            totals.append(update(model, optimizer, mini_batch, cfg))
-            run.check_finite(totals[-1]["finite"])
-        model.zero_grad()  # gradients take no memory in what follows
+            # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
+            lr, totals = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps)), []
+            if optimizer:
+                optimizer.param_groups[0]["lr"] = lr
+            for number, mini_batch in enumerate(mini_batches):
+                if optimizer and number > 0:  # before the first, pi_theta = pi_old
+                    statistics_pass(model, mini_batch, cfg)
+                totals.append(update(model, optimizer, mini_batch, cfg))
+                run.check_finite(totals[-1]["finite"])
+            model.zero_grad()  # gradients take no memory in what follows
 
-        # 3. Write down what happened; evaluate and save when it is time.
-        run.write(bookkeeping.update_metrics(totals), {"lr": lr})
-        run.stopwatch("update_seconds")
-        if run.is_due(cfg.eval_every):
-            with distributed.unsharded(model):
-                run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg, run.stop)})
-        run.end_step(episodes)
-        run.save_if_due(model, optimizer, tokenizer)
-    run.close(model, optimizer, tokenizer)
+            # 3. Write down what happened; evaluate and save when it is time.
+            run.write(bookkeeping.update_metrics(totals), {"lr": lr})
+            run.stopwatch("update_seconds")
+            if run.is_due(cfg.eval_every):
+                with distributed.unsharded(model):
+                    run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg, stop)})
+            run.end_step(episodes)
+            run.save_if_due()
 
 
 def main(argv: list[str] | None = None) -> None:

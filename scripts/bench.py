@@ -727,12 +727,12 @@ def step(quick: bool) -> list[dict]:
     cfg.tokens_per_micro_batch = 2 * (longest + 16)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=cfg.lr, fused=CUDA)
     tokens = {"ours": [], "trl": []}  # of each step
-    graded, stop = lambda text, _: first_word_is_even(text), bookkeeping.StopSignal()  # noqa: E731
+    graded = lambda text, _: first_word_is_even(text)  # noqa: E731
 
     def ours():
         """What stapo.train does in a step."""
         number = len(tokens["ours"]) + 1
-        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg, graded, stop)
+        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg, graded)
         for number, mini_batch in enumerate(mini_batches):
             if number > 0:
                 stapo.statistics_pass(mine, mini_batch, cfg)

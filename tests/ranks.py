@@ -7,6 +7,8 @@ writes FOLDER/world<N>-<case>.pt on rank 0: the gradients of every optimiser ste
 """
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +37,7 @@ CASES = {
     "nothing-to-learn": ("--method stapo", "01234567", "ragged"),
     "early-end": ("--method stapo", "", "early"),  # one rank's responses are a token or none
     "poisoned": ("--method stapo", "", "ragged"),  # one rank's loss is NaN, once
+    "stopped": ("--method stapo --steps 2", "", "ragged"),  # one rank's wish amid step 2's updates
 }
 
 
@@ -63,6 +66,7 @@ def canned_rollouts(case: str) -> dict:
 def run(case: str, folder: Path) -> None:
     flags = CASES[case][0].format(folder=folder)
     canned, gradients, calls = canned_rollouts(case), [], []
+    is_last = distributed.rank() == distributed.world_size() - 1
 
     def sample(model, tokenizer, prompts, **_):
         """The response that belongs to each prompt's place in the batch."""
@@ -77,18 +81,22 @@ def run(case: str, folder: Path) -> None:
         return responses
 
     class Recorder(torch.optim.AdamW):
-        def step(self, *args):
+        def step(self, **options):
+            if options:  # torch's own call, which makes room for the moments that are loaded
+                return super().step(**options)
             whole = [p.grad for group in self.param_groups for p in group["params"]]
             gradients.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in whole])
             gradients[-1] = [g.clone() for g in gradients[-1]]
-            return super().step(*args)
+            super().step()
+            if case == "stopped" and len(gradients) == 3 and is_last:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
     real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss
     stapo.sample, torch.optim.AdamW = sample, Recorder
     stapo.load_reward = lambda spec: lambda text, problem: float(text)
     if case == "poisoned":
-        poison = [distributed.rank() == distributed.world_size() - 1]
+        poison = [is_last]
 
         def batch_loss(*args):
             loss, sums = real[3](*args)
@@ -103,6 +111,10 @@ def run(case: str, folder: Path) -> None:
     parser = bookkeeping.Parser(stapo.Config)
     try:
         stapo.train(stapo.Config(**vars(parser.parse_args(argv.split()))))
+        if case == "stopped":
+            del calls[len(calls) // 2 :]  # the second step samples again
+            resumed = vars(parser.parse_args(argv.split())) | {"resume": True}
+            stapo.train(stapo.Config(**resumed))
     finally:
         stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss = real
     if distributed.rank() == 0:

@@ -17,7 +17,6 @@ import bookkeeping
 import distributed
 import figures
 import stapo
-from bookkeeping import StopSignal
 from reward import RewardError
 from rollout import Episode, InputError, Response, check_head, load_problems, mix_seed
 
@@ -133,7 +132,8 @@ def test_checkpoints_by_time(tmp_path, minutes, saved):
 
 
 def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypatch):
-    stop, now = StopSignal(), [100.0]
+    stop, now = bookkeeping.stop, [100.0]
+    stop.listen()
     monkeypatch.setattr(bookkeeping.time, "time", lambda: now[0])
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
         os.kill(os.getpid(), number)
@@ -145,7 +145,8 @@ def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypa
 
 
 def test_a_stop_ends_an_interruptible_function_and_nothing_else():
-    stop = StopSignal()
+    stop = bookkeeping.stop
+    stop.listen()
     assert stop.interruptible(lambda x: x + 1)(1) == 2
 
     def long() -> None:
@@ -155,6 +156,30 @@ def test_a_stop_ends_an_interruptible_function_and_nothing_else():
     assert stop.interruptible(long)() is None and stop.asked
     os.kill(os.getpid(), signal.SIGTERM)  # outside of the function: no exception
     assert stop.interruptible(long)() is None  # after the wish nothing is begun
+
+
+@pytest.mark.parametrize(
+    "place, call", [("collect", 2), ("token_statistics", 3), ("token_statistics", 4), ("update", 4)]
+)
+def test_a_stop_anywhere_in_a_step_costs_that_step_alone(
+    finished, tmp_path, monkeypatch, place, call
+):
+    """While step 2 is sampled, scored, looked at anew before its second update, and in that one."""
+    output, real, calls = tmp_path / "run", getattr(stapo, place), []
+
+    def spied(*args):
+        calls.append(args)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(stapo, place, spied)
+    run(output, "--method full-mask --seed 3")
+    assert len(calls) == call and len(lines(output)) == 1
+    assert [folder.name for folder in bookkeeping.checkpoints(output)] == ["step_000001"]
+    monkeypatch.undo()
+    stapo.main(["--resume", "--output", str(output)])
+    assert lines(output) == lines(finished)
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):

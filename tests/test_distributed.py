@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 def test_ranks_agree(folder, case, world):
     alone = torch.load(folder / f"world1-{case}.pt")
     many = torch.load(folder / f"world{world}-{case}.pt")
-    updates = {"stapo": 4, "poisoned": 1}.get(case, 2)
+    updates = {"stapo": 4, "stopped": 5, "poisoned": 1}.get(case, 2)
     assert len(many["gradients"]) == len(alone["gradients"]) == updates
     for ours, theirs in zip(many["gradients"], alone["gradients"], strict=True):
         scale = max(float(g.abs().max()) for g in theirs)
@@ -82,6 +82,21 @@ def test_ranks_agree(folder, case, world):
         for key in ours.keys() - set(TIMINGS):
             same = theirs[key] if theirs[key] is None else pytest.approx(theirs[key], 1e-4, 1e-6)
             assert ours[key] == same, key
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_stop_amid_updates_costs_that_step_alone(folder, world):
+    """Stopped after the first of step 2's two updates, resumed: step 2 again, from step 1's end."""
+    stopped, whole = (
+        torch.load(folder / f"world{world}-{case}.pt") for case in ("stopped", "stapo")
+    )
+    expected = whole["gradients"][:3] + whole["gradients"][2:]
+    for ours, theirs in zip(stopped["gradients"], expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    rows = [
+        [{**row, **dict.fromkeys(TIMINGS)} for row in run["metrics"]] for run in (stopped, whole)
+    ]
+    assert len(rows[0]) == 2 and rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("world", [2, 4])
