@@ -1,8 +1,8 @@
 """Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
 
 Read in the order of use: the model and its tokenizer, problems and prompts, sampling with Hugging
-Face `generate` on a KV cache that is written in place, then scoring, which gives for every
-response token the three numbers that the paper is about: its log-probability, the entropy of the
+Face `generate` (its decoding loop is in decoding.py), then scoring, which gives for every response
+token the three numbers that the paper is about: its log-probability, the entropy of the
 distribution it was drawn from, and that distribution's collision probability (Sec. 3.2).
 """
 
@@ -13,27 +13,25 @@ import itertools
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedConfig,
-    StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
+
+from decoding import CACHE_BLOCK, decoding_loop, until_stop
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -301,7 +299,7 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int) -> int:
     per_token = 2 * config.num_hidden_layers * heads * width * itemsize
     # While the cache grows, a layer's old and new tensor exist: another block covers that. Then
     # logits, softmax and their sums.
-    return per_token * (length + CACHE_BLOCK) + 24 * config.vocab_size
+    return per_token * (length + CACHE_BLOCK["cuda"]) + 24 * config.vocab_size
 
 
 @contextlib.contextmanager
@@ -338,12 +336,17 @@ def generate_in_slots(
     batch_size: int,
     bar: tqdm,
 ) -> list[list[int]]:
-    """`generate` with the loop below; where it checks its input, the longest prompt is that."""
+    """`generate` with decoding.py's loop; where it checks its input, the longest prompt is that."""
     longest = torch.tensor([max(prompts, key=len)], device=model.device)
     options = {"attention_mask": torch.ones_like(longest), "generation_config": config}
     options |= {"custom_generate": decoding_loop, "synced_gpus": False}
     options |= {"prompts": prompts, "seeds": seeds, "batch_size": batch_size, "bar": bar}
-    return model.generate(longest, **options)
+    text_config = model.config.get_text_config()
+    own, text_config._attn_implementation = text_config._attn_implementation, "slots"
+    try:
+        return model.generate(longest, **options)
+    finally:
+        text_config._attn_implementation = own
 
 
 def generate_in_batches(
@@ -379,196 +382,6 @@ def generate_in_batches(
 def print_once(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # torchrun's
         tqdm.write(line)
-
-
-def until_stop(ids: list[int], stops: set[int]) -> list[int]:
-    """ids up to their first stop id, which is kept; what follows it was not asked for."""
-    return ids[: next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
-
-
-# The decoding loop works on slots, the rows of a cache. A slot whose response has ended takes the
-# next prompt: a step costs a GPU's host as much for 3 rows as for 64, so no slot should be idle.
-
-CHECK_EVERY = 8  # decoding steps: reading the tokens waits for the GPU
-PREFILL_TOKENS = 16384  # in a forward over prompts
-CACHE_BLOCK = 256  # tokens by which the cache grows
-
-
-class SlotCache(Cache):
-    """Keys and values (slots, heads, capacity, width) of each layer, written in place.
-
-    Every slot counts its positions from 0. Behind its last position is what an earlier response or
-    the padding of a prompt has left; the mask of a decoding step hides it.
-    """
-
-    def __init__(self, slots: int, longest: int) -> None:
-        super().__init__(layers=[])  # reports itself empty: a prefill without a mask is causal
-        self.slots, self.longest, self.capacity = slots, rounded_up(longest, 8), 0
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def reserve(self, length: int) -> None:
-        """Room for `length` tokens in every slot, filled with 0: NaN would get past a mask."""
-        if length > self.capacity:
-            self.capacity = min(rounded_up(length, CACHE_BLOCK), self.longest)
-            for states in (self.keys, self.values):
-                for i, old in enumerate(states):
-                    states[i] = functional.pad(old, (0, 0, 0, self.capacity - old.shape[2]))
-
-    def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
-        """The next forward writes to slots (B, 1) at positions (B, T).
-
-        It attends to the first `visible` positions of slots 0 to B - 1; 0: to its own tokens.
-        """
-        self.place, self.visible = (slots, slice(None), positions), visible
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's new keys and values (B, heads, T, width) -> those that it attends to."""
-        attended = []
-        for states, new in ((self.keys, key), (self.values, value)):
-            if layer_idx == len(states):  # the first forward
-                states.append(new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3]))
-            states[layer_idx][self.place] = new.transpose(1, 2)
-            whole = states[layer_idx]
-            attended.append(whole[: len(new), :, : self.visible] if self.visible else new)
-        return attended[0], attended[1]
-
-    def close_gaps(self, slots: list[int | None]) -> None:
-        """Move the last rows into free slots (None), so that the rows in use come first."""
-        while None in slots:
-            row = slots.pop()
-            if row is not None:
-                gap = slots.index(None)
-                slots[gap] = row
-                for states in (*self.keys, *self.values):
-                    states[gap] = states[len(slots)]
-
-
-def rounded_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-@torch.inference_mode()
-def decoding_loop(
-    model: Model,
-    _longest_prompt: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    prompts: list[list[int]],
-    seeds: list[int],
-    batch_size: int,
-    bar: tqdm,
-    **inputs: Any,
-) -> list[list[int]]:
-    """What `generate` runs: every prompt through one of `batch_size` slots -> the response ids."""
-    stops, max_new_tokens = set(generation_config.eos_token_id), generation_config.max_new_tokens
-    texts = [list(prompt) for prompt in prompts]  # ids of prompt and response
-    queue = deque(range(len(prompts)))
-    slots: list[int | None] = [None] * min(batch_size, len(prompts))  # which prompt; None: free
-    cache = SlotCache(len(slots), max(map(len, prompts)) + max_new_tokens)
-    forward = functools.partial(model, **inputs | {"past_key_values": cache})
-
-    def choose(token: torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        numbers = numbers if generation_config.do_sample else None
-        return next_token(logits_processor(token, logits), numbers)
-
-    while queue or any(i is not None for i in slots):
-        # 1. Free slots take the next prompts; once there is none, the last rows move into them.
-        fresh = [slot for slot, i in enumerate(slots) if i is None][: len(queue)]
-        for slot in fresh:
-            slots[slot] = queue.popleft()
-        cache.close_gaps(slots)
-        # 2. The fresh prompts are read; then every slot gets a few tokens.
-        left = [len(prompts[i]) + max_new_tokens - len(texts[i]) for i in slots]
-        steps = min(CHECK_EVERY, *left)
-        cache.reserve(max(len(texts[i]) for i in slots) + steps)
-        prefill(forward, cache, {slot: prompts[slots[slot]] for slot in fresh})
-        rows = [texts[i] for i in slots], [seeds[i] for i in slots]
-        tokens = decode(forward, cache, *rows, steps, choose)
-        # 3. Slots whose response has ended are free.
-        for slot, (i, new) in enumerate(zip(slots, tokens.tolist(), strict=True)):
-            texts[i] += until_stop(new, stops)
-            if texts[i][-1] in stops or left[slot] == steps:
-                slots[slot] = None
-                bar.update()
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
-
-
-def prefill(forward: Callable, cache: SlotCache, prompts: dict[int, list[int]]) -> None:
-    """Cache {slot: prompt} but for the last token of each, which is the first to be decoded."""
-    device = forward.func.device
-    waiting = [(slot, prompt[:-1]) for slot, prompt in prompts.items()]
-    size = max(1, PREFILL_TOKENS // max(map(len, prompts.values()), default=1))
-    for start in range(0, len(waiting), size):
-        slots, batch = zip(*waiting[start : start + size])
-        width = max(map(len, batch))
-        if width > 0:
-            # Causal, so that padding on the right needs no mask.
-            ids = [ids + [0] * (width - len(ids)) for ids in batch]
-            positions = torch.arange(width, device=device).expand(len(batch), -1)
-            cache.write_to(torch.tensor(slots, device=device)[:, None], positions, visible=0)
-            ids = torch.tensor(ids, device=device)  # (B, width)
-            forward(input_ids=ids, attention_mask=None, position_ids=positions)
-
-
-def decode(
-    forward: Callable,
-    cache: SlotCache,
-    texts: list[list[int]],
-    seeds: list[int],
-    steps: int,
-    choose: Callable,
-) -> torch.Tensor:
-    """`steps` tokens for each text, whose slot is its place: (R, steps) long, not waited for."""
-    device, dtype = forward.func.device, forward.func.dtype
-    lengths, tokens = [len(text) for text in texts], []
-    token = torch.tensor([[text[-1]] for text in texts], device=device)  # (R, 1)
-    position = torch.tensor(lengths, device=device)[:, None] - 1  # (R, 1)
-    slots = torch.arange(len(texts), device=device)[:, None]
-    seed = torch.tensor(seeds, device=device)[:, None]  # (R, 1)
-    for step in range(steps):
-        # Up to the longest row; attention kernels want a multiple of 8.
-        visible = rounded_up(max(lengths) + step, 8)
-        hidden = torch.arange(visible, device=device) > position  # (R, visible)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
-        cache.write_to(slots, position, visible)
-        out = forward(input_ids=token, attention_mask=mask, position_ids=position)
-        position = position + 1
-        token = choose(token, out.logits[:, -1].float(), uniform(seed, position))  # (R, 1)
-        tokens.append(token)
-    return torch.cat(tokens, 1)
-
-
-def next_token(scores: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
-    """Unnormalised log-probabilities (R, V) -> a token of each row, (R, 1) long.
-
-    numbers (R, 1) float64 in [0, 1) are looked up in the cumulative distribution, which is float64
-    too: a rare token's share is not rounded away, and one number a row is cheaper than the one a
-    word that torch.multinomial draws. None: the likeliest token.
-    """
-    if numbers is None:
-        return scores.argmax(-1, keepdim=True)
-    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)  # (R, V)
-    token = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
-    # NaN finds the id V. With one that exists, training's own checks report what is not finite.
-    return token.clamp(max=scores.shape[1] - 1)
-
-
-def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """A random number in [0, 1), float64, for each seed and position (long, any shapes that match).
-
-    SplitMix64: position number k of the sequence that `seed` starts. Each response therefore
-    has its own numbers, whatever batch, slot or rank it is decoded in.
-    """
-    x = seed + position * -0x61C8864680B583EB  # 64-bit integers, which wrap around
-    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    x = x ^ (x >> 31 & 0x1FFFFFFFF)
-    return (x >> 11 & 0x1FFFFFFFFFFFFF).double() / 2**53
 
 
 # ---------------------------------------------------------------------------------------- scoring

@@ -31,6 +31,7 @@ import bookkeeping
 import distributed
 import eval as evaluation
 from bookkeeping import Run, stop
+from decoding import uniform
 from distributed import all_cat, all_max, all_sum, rank, world_size
 from reward import load_reward
 from rollout import (
@@ -45,7 +46,6 @@ from rollout import (
     pad_batch,
     sample,
     sampling_gap,
-    uniform,
 )
 
 

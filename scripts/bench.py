@@ -43,6 +43,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bookkeeping
+import decoding
 import distributed
 import rollout
 import stapo
@@ -381,7 +382,7 @@ def plain_sample(
         config = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
         config.eos_token_id, config.pad_token_id, config.max_new_tokens = EOS, PAD, max_new_tokens
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        rows += [rollout.until_stop(row, {EOS}) for row in out[:, ids.shape[1] :].tolist()]
+        rows += [decoding.until_stop(row, {EOS}) for row in out[:, ids.shape[1] :].tolist()]
     return rows
 
 
@@ -426,13 +427,14 @@ def rollouts(quick: bool) -> list[dict]:
 
 
 def slots_of_text(model, rows: int, length: int) -> Callable[[int], torch.Tensor]:
-    """rollout.decode for a number of steps after `length` tokens in each of `rows` slots."""
-    cache = rollout.SlotCache(rows, length + 64)
-    cache.reserve(length + 64)
+    """decoding.decode for a number of steps after `length` tokens in each of `rows` slots."""
+    cache = decoding.SlotCache(length + 64, model.device)
+    cache.reserve(rows, length + 64)
+    model.set_attn_implementation("slots")
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
     rows = [[7] * length for _ in range(rows)], list(range(rows))  # texts and seeds
-    choose = lambda _token, logits, numbers: rollout.next_token(logits, numbers)  # noqa: E731
-    return lambda steps: rollout.decode(forward, cache, *rows, steps, choose)
+    choose = lambda _token, logits, numbers: decoding.next_token(logits, numbers)  # noqa: E731
+    return lambda steps: decoding.decode(forward, cache, *rows, steps, choose)
 
 
 def decoding_step(rows: int = 64, length: int = 2000) -> list[dict]:
@@ -541,12 +543,13 @@ def counted_step(rows: int = 64, length: int = 2000) -> tuple[Count, Count]:
     def with_plain_cache():
         logits = model(**inputs, use_cache=True, logits_to_keep=1).logits
         numbers = torch.rand_like(position, dtype=torch.float64)
-        rollout.next_token(logits[:, -1].float(), numbers)
+        decoding.next_token(logits[:, -1].float(), numbers)
 
+    plainly = counted(with_plain_cache)
     decode = slots_of_text(model, rows, length)
     with torch.no_grad():
         decode(1)  # makes the cache
-    return counted(lambda: decode(1)), counted(with_plain_cache)
+    return counted(lambda: decode(1)), plainly
 
 
 def counted_head(rows: tuple[int, int], tokens: int = 4096) -> Count:
@@ -571,7 +574,7 @@ def steps_in_slots(lengths: list[int], slots: int, longest: int) -> int:
     while waiting or running:
         while waiting and len(running) < slots:
             running.append((waiting.pop(), longest))
-        taken = min(rollout.CHECK_EVERY, *(allowed for _, allowed in running))
+        taken = min(decoding.CHECK_EVERY, *(allowed for _, allowed in running))
         running = [(left - taken, allowed - taken) for left, allowed in running if left > taken]
         steps += taken
     return steps

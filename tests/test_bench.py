@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import decoding
 import rollout
 
 SIZES = {
@@ -186,7 +187,7 @@ def test_count_knows_what_a_kernel_moves():
 
 
 def test_steps_by_hand(monkeypatch):
-    monkeypatch.setattr(rollout, "CHECK_EVERY", 2)
+    monkeypatch.setattr(decoding, "CHECK_EVERY", 2)
     # slot 1: 5 tokens (seen at 6), then 2 (8); slot 2: 1 (2), then 3 (6), then 1 (8)
     assert bench.steps_in_slots([5, 1, 3, 2, 1], slots=2, longest=10) == 8
     assert bench.steps_in_slots([5, 5], slots=2, longest=5) == 5  # all that was allowed

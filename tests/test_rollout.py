@@ -10,6 +10,7 @@ from conftest import BENCHMARKS, TINY
 from reference import plain_head
 from transformers import AutoTokenizer, GenerationConfig
 
+import decoding
 import rollout
 from rollout import Response, encode_prompt, head_stats, load_problems, sample, stop_ids
 
@@ -154,7 +155,7 @@ def test_next_token_inverts_the_cumulative_distribution():
     wanted = torch.tensor([1, *range(999, 150_000, 6000), 149_999])
     numbers = p.cumsum(0)[wanted] - p[wanted] / 2
     numbers[0] = 0.0  # the first token that has a probability, not the first of all
-    tokens = rollout.next_token(scores.expand(len(wanted), -1), numbers[:, None])
+    tokens = decoding.next_token(scores.expand(len(wanted), -1), numbers[:, None])
     assert torch.equal(tokens.squeeze(1), wanted)
 
 
@@ -169,7 +170,7 @@ def test_random_numbers_are_splitmix64():
 
     assert by_hand(1234567, 1) == (6457827717110365317 >> 11) / 2**53
     for seed, position in [(0, 1), (12345, 7), (2**62 + 5, 15_000), (2**63 - 1, -3)]:
-        found = rollout.uniform(torch.tensor(seed), torch.tensor(position))
+        found = decoding.uniform(torch.tensor(seed), torch.tensor(position))
         assert float(found) == by_hand(seed, position)
 
 
@@ -235,21 +236,23 @@ def plain_greedy(model, prompt, stops, max_new_tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeypatch, capsys):
-    """Every prompt, of 1 to 23 tokens, in 5 slots or in all; blocks so small that the cache grows.
+    """Every prompt, of 1 to 23 tokens, in 5 slots or in all, read in ranges or in one.
 
     A forward that saw what earlier rows left in a slot would choose other tokens.
     """
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
     monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
-    monkeypatch.setattr(rollout, "CACHE_BLOCK", 16)
     rollout.print_once.cache_clear()
     prompts = random_prompts(23, 24)
     expected = [plain_greedy(model, prompt, STOPS, 37).tolist() for prompt in prompts]
     assert len(set(map(len, expected))) > 4
-    for batch_size, every, prefilled in ((5, 8, 16384), (5, 1, 40), (23, 3, 16384), (1, 1000, 1)):
-        monkeypatch.setattr(rollout, "CHECK_EVERY", every)
-        monkeypatch.setattr(rollout, "PREFILL_TOKENS", prefilled)
+    cases = ((5, 8, 16384, 1), (5, 1, 40, 2), (23, 3, 16384, 5), (23, 8, 16384, 2), (1, 1000, 1, 1))
+    for batch_size, every, prefilled, ranges in cases:
+        monkeypatch.setattr(decoding, "CHECK_EVERY", every)
+        monkeypatch.setattr(decoding, "PREFILL_TOKENS", prefilled)
+        ends = [end / ranges for end in range(1, ranges + 1)]
+        monkeypatch.setattr(decoding, "RANGE_ENDS", {"cpu": ends})
         settings = {"max_new_tokens": 37, "temperature": 0.0, "batch_size": batch_size}
         responses = sample(model, tokenizer, prompts, **settings)
         assert [r.ids for r in responses] == expected
@@ -294,6 +297,31 @@ def sampling_z(model, responses) -> float:
         d.append(-chosen + (logp.exp() * logp).sum(-1))
     d = torch.cat(d)
     return float(d.sum() / d.square().sum().sqrt())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_slots_stay_in_order_of_length(device):
+    """40 rounds of random ends and refills: every range holds longer rows than the next."""
+    g = torch.Generator().manual_seed(0)
+    waiting, lengths, places, moves = list(range(200)), {}, {}, 0
+    while waiting or lengths:
+        while waiting and len(lengths) < 24:
+            lengths[waiting.pop(0)] = 5
+        ranges = decoding.ranges_of(len(lengths), torch.device(device))
+        assert [i for start, end in ranges for i in range(start, end)] == list(range(len(lengths)))
+        slots = decoding.arrange(lengths, places, ranges)
+        assert sorted(slots) == sorted(lengths)
+        parts = [[lengths[i] for i in slots[start:end]] for start, end in ranges]
+        assert all(min(one) >= max(other) for one, other in zip(parts, parts[1:]))
+        for slot, i in enumerate(slots):
+            moved = places.get(i, slot) != slot
+            moves += moved
+            # without ranges, rows move only out of slots that are given up
+            assert not (moved and device == "cuda" and places[i] < len(slots))
+        ended = torch.rand(len(slots), generator=g) < 0.2
+        lengths = {i: lengths[i] + 8 for i, end in zip(slots, ended.tolist()) if not end}
+        places = {i: slot for slot, i in enumerate(slots) if i in lengths}
+    assert moves > 10
 
 
 def test_samples_follow_the_policy_through_refills(tiny, tokenizer):
