@@ -37,9 +37,6 @@ RANGE_ENDS = {"cpu": (1 / 8, 1 / 2, 1), "cuda": (1,)}
 # ------------------------------------------------------------------------- the cache and attention
 
 
-Attended = torch.Tensor | list[torch.Tensor]  # keys or values; a list: of each range of slots
-
-
 class SlotCache(Cache):
     """Keys and values (slots, heads, capacity, width) of each layer, written in place.
 
@@ -74,22 +71,16 @@ class SlotCache(Cache):
             for states in (*self.keys, *self.values):
                 states[new] = states[old]
 
-    def write_to(
-        self,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        seen: list[tuple[int, int, int]] | None = None,
-    ) -> None:
+    def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
         """The next forward writes to slots (B, 1) at positions (B, T).
 
-        seen, for decoding: (first slot, end, width) of each range of slots; they attend to their
-        first `width` positions. None, for a prefill: the forward attends to its own tokens.
+        It attends to the first `visible` positions of slots 0 to B - 1; 0: to its own tokens.
         """
-        self.place, self.seen = (slots, slice(None), positions), seen
+        self.place, self.visible = (slots, slice(None), positions), visible
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[Attended, Attended]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's new keys and values (B, heads, T, width) -> those that it attends to."""
         attended = []
         for states, new in ((self.keys, key), (self.values, value)):
@@ -97,36 +88,35 @@ class SlotCache(Cache):
                 states.append(new.new_zeros(self.slots, new.shape[1], self.capacity, new.shape[3]))
             whole = states[layer_idx]
             whole[self.place] = new.transpose(1, 2)
-            if self.seen is None:
-                attended.append(new)
-            else:
-                attended.append([whole[start:end, :, :width] for start, end, width in self.seen])
+            attended.append(whole[: len(new), :, : self.visible] if self.visible else new)
         return attended[0], attended[1]
 
 
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: Attended,
-    value: Attended,
+    key: torch.Tensor,
+    value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    ranges: list[tuple[int, int, int]] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of a forward on a SlotCache, as transformers calls it.
+    """The attention of a forward on a SlotCache, as transformers calls it: (B, T, heads, width).
 
-    query (B, heads, T, width), keys and values as SlotCache.update returns them; attention_mask
-    (B, 1, 1, visible), None for a prefill, which is causal. Returns (B, T, heads, width).
+    query, key, value (B, heads, T, width); attention_mask (B, 1, 1, visible), None for a prefill,
+    which is causal. ranges of a decoding step: (first slot, end, positions to read); models that
+    do not hand them on read all.
     """
     if attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, None, **options)
     # The queries of one key head lie side by side: no key is copied for them.
-    query = query.unflatten(1, (key[0].shape[1], -1)).squeeze(3)  # (B, key heads, group, width)
-    scale, out, start = options.get("scaling"), [], 0
-    for k, v in zip(key, value, strict=True):
-        rows = slice(start, start + len(k))
-        mask = attention_mask[rows, ..., : k.shape[2]]
-        out.append(functional.scaled_dot_product_attention(query[rows], k, v, mask, scale=scale))
-        start += len(k)
+    query = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # (B, key heads, group, width)
+    out = []
+    for start, end, width in ranges or [(0, len(key), key.shape[2])]:
+        k, v = key[start:end, :, :width], value[start:end, :, :width]
+        q, mask = query[start:end], attention_mask[start:end, ..., :width]
+        scale = options.get("scaling")
+        out.append(functional.scaled_dot_product_attention(q, k, v, mask, scale=scale))
     whole = out[0] if len(out) == 1 else torch.cat(out)  # (B, key heads, group, width)
     return whole.flatten(1, 2)[:, None], None
 
@@ -137,10 +127,10 @@ AttentionInterface.register("slots", attend)
 # -------------------------------------------------------------------------- the order of the slots
 
 
-def ranges_of(slots: int, device: torch.device) -> list[tuple[int, int]]:
-    """The ranges (first slot, end) that attention reads one after the other."""
-    ends = suited(RANGE_ENDS, device)
-    cuts = itertools.pairwise([0, *(int(slots * end) for end in ends)])
+def ranges_of(lengths: list[int], device: torch.device) -> list[tuple[int, int]]:
+    """The ranges (first slot, end) that attention reads one after the other; rows in any order."""
+    ends = suited(RANGE_ENDS, device) if min(lengths) < max(lengths) else (1,)
+    cuts = itertools.pairwise([0, *(int(len(lengths) * end) for end in ends)])
     return [(start, end) for start, end in cuts if start < end]
 
 
@@ -201,7 +191,8 @@ def decoding_loop(
         # 1. The next prompts take free slots, and rows change places to stay in order of length.
         fresh = [queue.popleft() for _ in range(min(len(queue), batch_size - len(running)))]
         lengths = {i: len(texts[i]) for i in (*running, *fresh)}
-        slots = arrange(lengths, running, ranges_of(len(lengths), model.device))
+        ranges = ranges_of([*lengths.values()], model.device)
+        slots = arrange(lengths, running, ranges)
         cache.move({s: running[i] for s, i in enumerate(slots) if running.get(i, s) != s})
         # 2. The fresh prompts are read; then every slot gets a few tokens.
         left = [len(prompts[i]) + max_new_tokens - len(texts[i]) for i in slots]
@@ -209,7 +200,7 @@ def decoding_loop(
         cache.reserve(len(slots), max(lengths.values()) + steps)
         prefill(forward, cache, {s: prompts[i] for s, i in enumerate(slots) if i not in running})
         rows = [texts[i] for i in slots], [seeds[i] for i in slots]
-        tokens = decode(forward, cache, *rows, steps, choose)
+        tokens = decode(forward, cache, *rows, ranges, steps, choose)
         # 3. Slots whose response has ended are free.
         running = {}
         for slot, (i, new) in enumerate(zip(slots, tokens.tolist(), strict=True)):
@@ -233,7 +224,7 @@ def prefill(forward: Callable, cache: SlotCache, prompts: dict[int, list[int]]) 
             # Causal, so that padding on the right needs no mask.
             ids = [ids + [0] * (width - len(ids)) for ids in batch]
             positions = torch.arange(width, device=device).expand(len(batch), -1)
-            cache.write_to(torch.tensor(slots, device=device)[:, None], positions)
+            cache.write_to(torch.tensor(slots, device=device)[:, None], positions, visible=0)
             ids = torch.tensor(ids, device=device)  # (B, width)
             forward(input_ids=ids, attention_mask=None, position_ids=positions)
 
@@ -243,15 +234,13 @@ def decode(
     cache: SlotCache,
     texts: list[list[int]],
     seeds: list[int],
+    ranges: list[tuple[int, int]],
     steps: int,
     choose: Callable,
 ) -> torch.Tensor:
     """`steps` tokens for each text, whose slot is its place: (R, steps) long, not waited for."""
     device, dtype = forward.func.device, forward.func.dtype
     lengths, tokens = [len(text) for text in texts], []
-    ranges = ranges_of(len(texts), device)
-    if max(lengths) == min(lengths):  # nothing to gain
-        ranges = [(0, len(texts))]
     longest = [max(lengths[start:end]) for start, end in ranges]
     token = torch.tensor([[text[-1]] for text in texts], device=device)  # (R, 1)
     slots = torch.arange(len(texts), device=device)[:, None]
@@ -260,15 +249,18 @@ def decode(
     positions = positions + torch.arange(steps, device=device)  # (R, steps)
     numbers = uniform(torch.tensor(seeds, device=device)[:, None], positions + 1)  # (R, steps)
     # Attention kernels want a multiple of 8.
-    hidden = torch.arange(rounded_up(max(lengths) + steps, 8), device=device) >= positions[:, :1]
+    widest = rounded_up(max(lengths) + steps, 8)
+    hidden = torch.arange(widest, device=device) >= positions[:, :1]  # (R, widest)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
+    mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, widest)
     for step in range(steps):
         position = positions[:, step, None]  # (R, 1)
         mask.scatter_(3, position[:, None, None], 0.0)  # seen from now on
-        seen = [(*r, rounded_up(n + step, 8)) for r, n in zip(ranges, longest, strict=True)]
-        cache.write_to(slots, position, seen)
-        out = forward(input_ids=token, attention_mask=mask, position_ids=position)
+        read = [(*r, rounded_up(n + step, 8)) for r, n in zip(ranges, longest, strict=True)]
+        visible = max(width for *_, width in read)
+        cache.write_to(slots, position, visible)
+        inputs = {"attention_mask": mask[..., :visible], "position_ids": position, "ranges": read}
+        out = forward(input_ids=token, **inputs)
         token = choose(token, out.logits[:, -1].float(), numbers[:, step, None])  # (R, 1)
         tokens.append(token)
     return torch.cat(tokens, 1)

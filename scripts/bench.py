@@ -432,9 +432,9 @@ def slots_of_text(model, rows: int, length: int) -> Callable[[int], torch.Tensor
     cache.reserve(rows, length + 64)
     model.set_attn_implementation("slots")
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    rows = [[7] * length for _ in range(rows)], list(range(rows))  # texts and seeds
+    texts, seeds, ranges = [[7] * length for _ in range(rows)], list(range(rows)), [(0, rows)]
     choose = lambda _token, logits, numbers: decoding.next_token(logits, numbers)  # noqa: E731
-    return lambda steps: decoding.decode(forward, cache, *rows, steps, choose)
+    return lambda n: decoding.decode(forward, cache, texts, seeds, ranges, n, choose)
 
 
 def decoding_step(rows: int = 64, length: int = 2000) -> list[dict]:

@@ -299,6 +299,27 @@ def sampling_z(model, responses) -> float:
     return float(d.sum() / d.square().sum().sqrt())
 
 
+def test_attention_reads_short_rows_no_further_than_their_range(
+    random_model, tokenizer, monkeypatch
+):
+    """On a CPU; in one range every row would be read as far as the longest."""
+    monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
+    model, real = random_model(spread=0.3), torch.nn.functional.scaled_dot_product_attention
+    read = [0, 0]  # positions of rows with the ranges, and without
+
+    def spied(query, key, *args, **options):
+        read[len(decoding.RANGE_ENDS["cpu"]) == 1] += key.shape[0] * key.shape[2]
+        return real(query, key, *args, **options)
+
+    monkeypatch.setattr(decoding.functional, "scaled_dot_product_attention", spied)
+    settings = {"max_new_tokens": 120, "batch_size": 24, "seed": 1}
+    responses = [sample(model, tokenizer, random_prompts(96, 9), **settings)]
+    monkeypatch.setattr(decoding, "RANGE_ENDS", {"cpu": (1,)})
+    responses.append(sample(model, tokenizer, random_prompts(96, 9), **settings))
+    assert [r.ids for r in responses[0]] == [r.ids for r in responses[1]]
+    assert 0 < read[0] < 0.7 * read[1]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_slots_stay_in_order_of_length(device):
     """40 rounds of random ends and refills: every range holds longer rows than the next."""
@@ -307,7 +328,7 @@ def test_slots_stay_in_order_of_length(device):
     while waiting or lengths:
         while waiting and len(lengths) < 24:
             lengths[waiting.pop(0)] = 5
-        ranges = decoding.ranges_of(len(lengths), torch.device(device))
+        ranges = decoding.ranges_of([*lengths.values()], torch.device(device))
         assert [i for start, end in ranges for i in range(start, end)] == list(range(len(lengths)))
         slots = decoding.arrange(lengths, places, ranges)
         assert sorted(slots) == sorted(lengths)
