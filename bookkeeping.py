@@ -241,9 +241,9 @@ class Run:
     def holding(
         self, model: Model, optimizer: Optimizer | None, tokenizer: Tokenizer
     ) -> Iterator[None]:
-        """Around the loop over steps(): its last whole step is saved, whatever ends it.
+        """Around the loop over steps(): saves at its end, after a stop and after a failing reward.
 
-        A stop can end it amid the updates of a step; these are undone.
+        A stop can come amid the updates of a step; these are undone.
         """
         self.model, self.optimizer, self.tokenizer = model, optimizer, tokenizer
         try:
@@ -283,7 +283,7 @@ class Run:
     def remember(self) -> None:
         """Copy what is trained to host memory: the next step may be stopped amid its updates."""
         tensors = self.trained()
-        if not self.memory:
+        if len(self.memory) != len(tensors):  # AdamW has no moments before its first step
             self.memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         for copy, tensor in zip(self.memory, tensors, strict=True):
             copy.copy_(tensor)
@@ -293,6 +293,9 @@ class Run:
         """Undo the updates of a step that was stopped; without a step to save, nothing needs it."""
         if self.optimizer and self.finished > self.saved:
             distributed.reshard(self.model)
+            self.model.zero_grad()
+            if len(self.memory) < len(self.trained()):  # there were no moments then
+                self.optimizer.state.clear()
             for copy, tensor in zip(self.memory, self.trained(), strict=True):
                 tensor.copy_(copy)
 
@@ -580,11 +583,11 @@ def load_optimizer(folder: Path, model: Model, optimizer: Optimizer | None) -> N
 
 
 class Interrupted(BaseException):
-    """A stop ends what runs; no `except Exception` inside it catches this."""
+    """A stop was asked for. A BaseException: no `except Exception` on the way catches it."""
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM ask for a stop: the step is left out, and the last whole one is saved.
+    """Ctrl-C and SIGTERM ask for a stop: the run goes back to its last whole step and saves it.
 
     Launchers and schedulers repeat SIGTERM, torchrun repeats Ctrl-C within moments: the same wish.
     A second Ctrl-C later than that stops at once.

@@ -16,6 +16,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     GenerationConfig,
     LogitsProcessorList,
     StoppingCriteriaList,
@@ -23,6 +24,7 @@ from transformers import (
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 CHECK_EVERY = 8  # decoding steps: reading the tokens waits for the GPU
 PREFILL_TOKENS = 16384  # in a forward over prompts
@@ -30,8 +32,8 @@ PREFILL_TOKENS = 16384  # in a forward over prompts
 # Tokens by which the cache grows. A GPU should copy it seldom; a CPU reads adjacent rows faster.
 CACHE_BLOCK = {"cpu": 8, "cuda": 256}
 
-# Slots are kept in order of length, and attention reads them range by range, each up to its own
-# longest row. Where the ranges end, as shares of the slots: more of them read less and launch more.
+# Attention reads the slots range by range, each up to its own longest row; the ranges are kept in
+# order of length. Where they end, as shares of the slots: more of them read less and launch more.
 RANGE_ENDS = {"cpu": (1 / 8, 1 / 2, 1), "cuda": (1,)}
 
 # ------------------------------------------------------------------------- the cache and attention
@@ -104,11 +106,11 @@ def attend(
     """The attention of a forward on a SlotCache, as transformers calls it: (B, T, heads, width).
 
     query, key, value (B, heads, T, width); attention_mask (B, 1, 1, visible), None for a prefill,
-    which is causal. ranges of a decoding step: (first slot, end, positions to read); models that
-    do not hand them on read all.
+    which is causal. ranges of a decoding step: (first slot, end, positions to read); where a model
+    does not hand them on, every position is read. A mask for each head is left to transformers.
     """
-    if attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, None, **options)
+    if attention_mask is None or attention_mask.shape[1] > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     # The queries of one key head lie side by side: no key is copied for them.
     query = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # (B, key heads, group, width)
     out = []
@@ -122,6 +124,7 @@ def attend(
 
 
 AttentionInterface.register("slots", attend)
+AttentionMaskInterface.register("slots", sdpa_mask)  # of a prefill
 
 
 # -------------------------------------------------------------------------- the order of the slots
@@ -188,7 +191,7 @@ def decoding_loop(
         return next_token(logits_processor(token, logits), numbers)
 
     while queue or running:
-        # 1. The next prompts take free slots, and rows change places to stay in order of length.
+        # 1. The next prompts take free slots; rows move to keep the ranges in order of length.
         fresh = [queue.popleft() for _ in range(min(len(queue), batch_size - len(running)))]
         lengths = {i: len(texts[i]) for i in (*running, *fresh)}
         ranges = ranges_of([*lengths.values()], model.device)

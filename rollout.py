@@ -342,8 +342,11 @@ def generate_in_slots(
     options |= {"custom_generate": decoding_loop, "synced_gpus": False}
     options |= {"prompts": prompts, "seeds": seeds, "batch_size": batch_size, "bar": bar}
     text_config = model.config.get_text_config()
-    own, text_config._attn_implementation = text_config._attn_implementation, "slots"
+    own = text_config._attn_implementation
     try:
+        # Models with an attention of their own keep it; it works on a SlotCache, reading more.
+        if own == "sdpa" and model._can_set_attn_implementation():
+            text_config._attn_implementation = "slots"
         return model.generate(longest, **options)
     finally:
         text_config._attn_implementation = own

@@ -16,6 +16,7 @@ from test_distributed import ENVIRONMENT, lines
 import bookkeeping
 import distributed
 import figures
+import rollout
 import stapo
 from reward import RewardError
 from rollout import Episode, InputError, Response, check_head, load_problems, mix_seed
@@ -180,6 +181,37 @@ def test_a_stop_anywhere_in_a_step_costs_that_step_alone(
     monkeypatch.undo()
     stapo.main(["--resume", "--output", str(output)])
     assert lines(output) == lines(finished)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_first_step_without_an_update(tmp_path, monkeypatch, stopped):
+    """Its loss is NaN, so that AdamW has no moments yet; the next step makes them."""
+    real, forward, calls = stapo.update, stapo.token_statistics, []
+
+    def update(model, optimizer, episodes, cfg):
+        totals = stapo.form_mask(episodes, cfg) | {"finite": False, "loss": math.nan}
+        ratios = {"tokens": 1, "ratio_sum": 1, "clip_low": 0, "clip_high": 0, "grad_norm": math.nan}
+        calls.append(episodes)
+        return totals | ratios if len(calls) < 3 else real(model, optimizer, episodes, cfg)
+
+    def token_statistics(*args):
+        if stopped and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(*args)
+
+    monkeypatch.setattr(stapo, "update", update)
+    monkeypatch.setattr(stapo, "token_statistics", token_statistics)
+    output = tmp_path / "run"
+    run(output, "--method full-mask --seed 3")
+    assert len(lines(output)) == (1 if stopped else 2)
+    if stopped:
+        saved = rollout.load_model(str(bookkeeping.checkpoints(output)[0]))
+        first = rollout.load_model(str(TINY))
+        for ours, theirs in zip(saved.parameters(), first.parameters(), strict=True):
+            assert torch.equal(ours, theirs)  # nothing was learnt in step 1
+        monkeypatch.undo()
+        stapo.main(["--resume", "--output", str(output)])
+        assert len(lines(output)) == 2
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):

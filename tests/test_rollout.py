@@ -217,6 +217,10 @@ FAMILIES = {
     "mistral": transformers.MistralConfig(**SHAPE, sliding_window=None),
     "mistral, windows": transformers.MistralConfig(**SHAPE, sliding_window=12),
     "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
+    # a mask of its own; an attention of its own (two)
+    "doge": transformers.DogeConfig(**SHAPE),
+    "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
+    "neox, japanese": transformers.GPTNeoXJapaneseConfig(**SHAPE),
 }
 
 
