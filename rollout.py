@@ -31,7 +31,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
-from decoding import CACHE_BLOCK, decoding_loop, until_stop
+from decoding import CACHE_BLOCK, decoding_loop, suited, until_stop
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -471,7 +471,7 @@ def head_stats(
     float32. The gradient flows through logp only, to hidden and weight. chunk: tokens at a time,
     by default what suits the device (HEAD_ROWS).
     """
-    default, block = HEAD_ROWS.get(hidden.device.type, HEAD_ROWS["cpu"])
+    default, block = suited(HEAD_ROWS, hidden.device)
     return HeadStats.apply(hidden, weight, targets, chunk or default, block)
 
 
