@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-import distributed
 import rollout
-from distributed import rank, world_size
 from reward import extract_answer, is_correct
-from rollout import InputError, Model, Tokenizer, encode_prompt, load_problems
+from rollout import Model, Tokenizer, encode_prompt, load_problems
+from support import distributed
+from support.distributed import rank, world_size
+from support.errors import InputError
+from support.seeds import mix_seed
 
 
 class Benchmark(NamedTuple):
@@ -267,7 +269,7 @@ def sample_suite(
             temperature=temperature,
             top_p=top_p,
             batch_size=cfg.rollout_batch_size,
-            seed=[rollout.mix_seed(cfg.seed, *key) for key in asked],
+            seed=[mix_seed(cfg.seed, *key) for key in asked],
             progress="responses" if rank() == 0 else None,
         )
         return responses and [

@@ -4,7 +4,7 @@ r"""The reward of Sec. 2.2: the final answer of a response is right (+1) or it i
     math_reward(r"\boxed{4} no, \boxed{5}", "4")               -> -1.0
 
 The final answer is the content of the last complete \boxed{...}; when two answers are equal is
-decided by answers.py.
+decided by support/answers.py.
 """
 
 import importlib.util
@@ -16,7 +16,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from answers import math_equal, rounds_to
+from support.answers import math_equal, rounds_to
+from support.errors import RewardError
 
 MAX_RESPONSE = 120_000  # characters searched for a box; 20,480 tokens are about 80,000
 
@@ -62,10 +63,6 @@ def is_correct(response: str, gold: str) -> bool:
 def math_reward(response: str, gold: str) -> float:
     """R(x, y) of Sec. 2.2: +1.0 for a right final answer, -1.0 for any other."""
     return 1.0 if is_correct(response, gold) else -1.0
-
-
-class RewardError(ValueError):
-    """A reward of the user's own cannot be used: the message names it and says why."""
 
 
 def load_reward(spec: str = "") -> Callable[[str, dict], float]:

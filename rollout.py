@@ -8,7 +8,6 @@ distribution it was drawn from, and that distribution's collision probability (S
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import math
 import os
@@ -31,24 +30,11 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
-from decoding import CACHE_BLOCK, decoding_loop, suited, until_stop
+from support.decoding import CACHE_BLOCK, decoding_loop, suited, until_stop
+from support.errors import InputError, first_line
+from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-
-
-class InputError(ValueError):
-    """Wrong input: the message names the flag, file or row and says what to do."""
-
-
-def mix_seed(*parts: object) -> int:
-    """One 63-bit seed from several numbers and names, as good as random in all of them."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def generator(*parts: object) -> torch.Generator:
-    """torch's generator on the CPU, which uses 32 bits of the mixed seed."""
-    return torch.Generator().manual_seed(mix_seed(*parts))
 
 
 # ---------------------------------------------------------------------------- model and tokenizer
@@ -533,7 +519,3 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

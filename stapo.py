@@ -16,7 +16,7 @@ Algorithm 1 of the paper, and the function that does each of its lines:
             one AdamW step up the gradient of J                                update
 
 Read from top to bottom: the flags, the loss beside its equations, the update of a mini-batch, the
-collection of a rollout batch, the loop, main. bookkeeping.py keeps the records of a run.
+collection of a rollout batch, the loop, main. support/bookkeeping.py keeps the records of a run.
 """
 
 import math
@@ -27,12 +27,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-import bookkeeping
-import distributed
 import eval as evaluation
-from bookkeeping import Run, stop
-from decoding import uniform
-from distributed import all_cat, all_max, all_sum, rank, world_size
 from reward import load_reward
 from rollout import (
     INSTRUCTION,
@@ -40,13 +35,15 @@ from rollout import (
     Model,
     Response,
     Tokenizer,
-    generator,
     load_tokenizer,
-    mix_seed,
     pad_batch,
     sample,
     sampling_gap,
 )
+from support import bookkeeping, distributed
+from support.bookkeeping import Run, stop
+from support.distributed import all_cat, all_max, all_sum, rank, world_size
+from support.seeds import generator, mix_seed, uniform
 
 
 def flag(default: object, text: str) -> Any:

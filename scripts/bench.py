@@ -42,12 +42,10 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import bookkeeping
-import decoding
-import distributed
 import rollout
 import stapo
 from rollout import HeadStats, Response, head_stats, sample, token_stats
+from support import bookkeeping, decoding, distributed
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -92,7 +92,7 @@ def main() -> None:
         figures[flag] = some + [f for x in values for f in groups.get(f"{flag} {x}", [])]
     for name, folders in figures.items():
         if len(folders) > len(some):
-            command = [sys.executable, "figures.py", *map(str, folders), "--smooth", "10"]
+            command = [sys.executable, "scripts/figures.py", *map(str, folders), "--smooth", "10"]
             command += ["--output", str(output / f"figures-{name}")]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 

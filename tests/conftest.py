@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import distributed
 from rollout import load_model, load_tokenizer
+from support import distributed
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent

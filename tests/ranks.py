@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import bookkeeping
-import distributed
 import stapo
 from rollout import Response
+from support import bookkeeping, distributed
 
 PROMPTS, GROUP = 8, 4
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import decoding
 import rollout
+from support import decoding
 
 SIZES = {
     "0.6B": 596_049_920,

@@ -8,18 +8,18 @@ import subprocess
 import sys
 import time
 
+import figures
 import pytest
 import torch
 from conftest import ROOT, TINY
 from test_distributed import ENVIRONMENT, lines
 
-import bookkeeping
-import distributed
-import figures
 import rollout
 import stapo
-from reward import RewardError
-from rollout import Episode, InputError, Response, check_head, load_problems, mix_seed
+from rollout import Episode, Response, check_head, load_problems
+from support import bookkeeping, distributed
+from support.errors import InputError, RewardError
+from support.seeds import mix_seed
 
 FLAGS = """@tests/tiny/args --steps 2 --batch_size 4 --mini_batch_size 2 --group_size 4
     --max_new_tokens 40 --save_every 0"""

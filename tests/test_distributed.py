@@ -15,7 +15,7 @@ import torch
 from ranks import CASES
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-import bookkeeping
+from support import bookkeeping
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
@@ -137,7 +137,7 @@ def test_14b_is_cut_into_64_shards():
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
-import distributed
+from support import distributed
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
 with torch.device("meta"):
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=5120,

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
-import torch, distributed, eval, rollout, stapo
+import torch, eval, rollout, stapo
+from support import distributed
 assert distributed.device().type == "cuda" and not torch.zeros(1).is_cuda
 try:
     torch.zeros(2, device="cuda") + torch.zeros(2)

@@ -7,8 +7,8 @@ import pytest
 import spellings
 from spellings import boxed
 
-import latex
 from reward import extract_answer, is_correct, math_equal, math_reward
+from support import latex
 
 needs_benchmarks = pytest.mark.skipif(
     not spellings.BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder"

@@ -10,9 +10,9 @@ from conftest import BENCHMARKS, TINY
 from reference import plain_head
 from transformers import AutoTokenizer, GenerationConfig
 
-import decoding
 import rollout
 from rollout import Response, encode_prompt, head_stats, load_problems, sample, stop_ids
+from support import decoding, seeds
 
 # --------------------------------------------------------------------------------------- scoring
 
@@ -170,7 +170,7 @@ def test_random_numbers_are_splitmix64():
 
     assert by_hand(1234567, 1) == (6457827717110365317 >> 11) / 2**53
     for seed, position in [(0, 1), (12345, 7), (2**62 + 5, 15_000), (2**63 - 1, -3)]:
-        found = decoding.uniform(torch.tensor(seed), torch.tensor(position))
+        found = seeds.uniform(torch.tensor(seed), torch.tensor(position))
         assert float(found) == by_hand(seed, position)
 
 

@@ -14,11 +14,11 @@ from datasets import Dataset
 from reference import method_loss, row_stats
 from transformers import AutoModelForCausalLM
 
-import bookkeeping
 import eval as evaluation
 import stapo
 from rollout import Episode, Response
 from stapo import Config, form_mask, micro_batches, update
+from support import bookkeeping
 
 
 def make_episodes(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-")):

@@ -22,8 +22,8 @@ def worker(folder: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule
 
-    import distributed
     import rollout
+    from support import distributed
 
     torch.set_num_threads(1)
     if "RANK" not in os.environ:

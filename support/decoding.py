@@ -26,6 +26,8 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from support.seeds import uniform
+
 CHECK_EVERY = 8  # decoding steps: reading the tokens waits for the GPU
 PREFILL_TOKENS = 16384  # in a forward over prompts
 
@@ -285,19 +287,6 @@ def next_token(scores: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tens
     token = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
     # NaN finds the id V. With one that exists, training's own checks report what is not finite.
     return token.clamp(max=scores.shape[1] - 1)
-
-
-def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """A random number in [0, 1), float64, for each seed and position (long, any shapes that match).
-
-    SplitMix64: position number k of the sequence that `seed` starts. Each response therefore
-    has its own numbers, whatever batch, slot or rank it is decoded in.
-    """
-    x = seed + position * -0x61C8864680B583EB  # 64-bit integers, which wrap around
-    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    x = x ^ (x >> 31 & 0x1FFFFFFFF)
-    return (x >> 11 & 0x1FFFFFFFFFFFFF).double() / 2**53
 
 
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:

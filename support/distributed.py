@@ -28,8 +28,8 @@ from torch.distributed.fsdp import (
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
-from reward import RewardError
-from rollout import InputError, Model, check_head, load_model, token_stats
+from rollout import Model, check_head, load_model, token_stats
+from support.errors import InputError, RewardError
 
 # The name that older transformers have works in newer ones.
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")

@@ -37,20 +37,27 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers.utils import logging
 
-import distributed
-from distributed import Parser, all_max, all_sum, barrier, broadcast, rank, world_size
-from reward import RewardError
 from rollout import (
     Episode,
-    InputError,
     Model,
     Response,
     Tokenizer,
     encode_prompt,
-    generator,
     load_problems,
     to_text,
 )
+from support import distributed
+from support.distributed import (
+    Parser,
+    all_max,
+    all_sum,
+    barrier,
+    broadcast,
+    rank,
+    world_size,
+)
+from support.errors import InputError, RewardError
+from support.seeds import generator
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,7 +1,7 @@
 """The paper's figures, tables and claims, drawn from run directories of stapo.py alone.
 
-    python figures.py runs/tiny                                 # one run, into runs/tiny/figures
-    python figures.py runs/stapo-* runs/justrl-* --smooth 20    # compare runs, into figures/
+    python scripts/figures.py runs/tiny                              # into runs/tiny/figures
+    python scripts/figures.py runs/stapo-* runs/justrl-* --smooth 20 # several runs, into figures/
 
 Runs whose flags differ in the seed alone become one line, with a band from the smallest run to the
 largest. From metrics.jsonl: training.png, quantiles.png, evaluation.png. From the dumps that

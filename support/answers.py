@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from latex import COMMANDS, FUNCTIONS, NAME, clean, tokenize
+from support.latex import COMMANDS, FUNCTIONS, NAME, clean, tokenize
 
 MAX_CHARS = 600  # longer answers are compared as text; the longest gold answer has 210
 MAX_DEPTH = 40  # nested groups, at most nine of Python's thousand frames each
