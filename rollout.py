@@ -9,17 +9,20 @@ distribution it was drawn from, and that distribution's collision probability (S
 import contextlib
 import functools
 import itertools
-import math
 import os
 import re
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -30,8 +33,11 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
+from support import distributed
 from support.decoding import CACHE_BLOCK, decoding_loop, suited, until_stop
 from support.errors import InputError, first_line
+from support.progress import bar as progress_bar
+from support.progress import quiet_datasets
 from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -62,6 +68,43 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
     model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
     return model.to(device).eval()
+
+
+def load_policy(name: str) -> Model:
+    """A model with float32 weights and `.token_stats`, sharded where there is a process group.
+
+    Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
+    shards and receives its own, so that no GPU ever holds the whole float32 model.
+    """
+    whole = load_model(name) if distributed.rank() == 0 else None
+    if whole:
+        check_head(whole)
+    distributed.barrier()  # the others wait here, however long a download takes
+    if not dist.is_initialized():
+        return with_token_stats(whole)
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    distributed.shard(with_token_stats(model), "token_stats")
+    model.to_empty(device=distributed.device())
+    for module in model.modules():  # rotary frequencies are computed, not stored
+        if next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)
+    weights = whole.state_dict() if whole else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    model.generation_config = distributed.broadcast(whole and whole.generation_config)
+    return model.eval()
+
+
+def with_token_stats(model: Model) -> Model:
+    """The model with `token_stats`, a function of this file, as a method.
+
+    The head's weight is used there outside the model's own forward. FSDP2 gathers weights around a
+    call of one of the model's methods alone, so that it has to be one.
+    """
+    model.token_stats = types.MethodType(token_stats, model)
+    return model
 
 
 @torch.no_grad()
@@ -115,10 +158,11 @@ def load_problems(
     taken off); `answer`, `final_answer` (a list) or `reward_model["ground_truth"]`.
     Returns [{"problem": str, "answer": str}]; raises InputError naming the file or the row. With
     `whole_rows` each problem has its "row" too, a dict of every column, and needs no answer.
-    `progress` names a tqdm bar over the rows.
+    `progress` names a bar over the rows.
     """
     import datasets  # slow to import, and needed by no other function
 
+    quiet_datasets()
     builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     builder = builders.get(Path(source).suffix)
     if builder and not Path(source).is_file():
@@ -139,7 +183,7 @@ def load_problems(
         rows = rows.select_columns(columns)
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     batches = (zip(*batch.values()) for batch in rows.iter(1000))  # far faster than row by row
-    bar = tqdm(total=len(rows), desc=progress, leave=False, disable=progress is None)
+    bar = progress_bar(len(rows), progress)
     for number, values in enumerate(itertools.chain.from_iterable(batches), start=1):
         row = dict(zip(rows.column_names, values))
         problem, answer = read_row(row)
@@ -199,24 +243,6 @@ class Response:
         return len(self.prompt_ids) + len(self.ids)
 
 
-@dataclass
-class Episode:
-    """A response on its way through a training step; tensors are (T,), one entry a token."""
-
-    problem: dict
-    response: Response
-    reward: float
-    advantage: float
-    old_logp: torch.Tensor | None = None  # under pi_old
-    ref_logp: torch.Tensor | None = None  # under the starting model, grpo only
-    logp: torch.Tensor | None = None  # under the policy that forms the mask
-    entropy: torch.Tensor | None = None
-    collision: torch.Tensor | None = None
-    noise: torch.Tensor | None = None  # the entropy's stand-in for --method random
-    keep: torch.Tensor | None = None  # bool, the paper's I: the token carries a gradient
-    tau_h: float = -math.inf  # the entropy threshold of its mini-batch, nats
-
-
 def sample(
     model: Model,
     tokenizer: Tokenizer,
@@ -228,6 +254,7 @@ def sample(
     batch_size: int = 256,
     seed: int | list[int] = 0,
     progress: str | None = None,
+    poll=None,
 ) -> list[Response]:
     """Sample one response for each prompt (repeat a prompt G times for a group of G).
 
@@ -376,6 +403,14 @@ def print_once(line: str) -> None:
 # ---------------------------------------------------------------------------------------- scoring
 
 
+class TokenStats(NamedTuple):
+    """What the paper looks at in a token, as tensors of one shape; float32, full vocabulary."""
+
+    logp: torch.Tensor  # ln pi(y) of the token that was sampled
+    entropy: torch.Tensor | None  # H of the distribution that it was drawn from, nats
+    collision: torch.Tensor | None  # sum_v pi(v)^2 of that distribution
+
+
 def pad_batch(
     responses: list[Response], device: str | torch.device = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -402,13 +437,15 @@ def token_stats(
     response_mask: torch.Tensor,
     *,
     chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logp_only: bool = False,
+) -> TokenStats:
     """Log-probability, entropy and collision probability of every response token.
 
     input_ids (B, L) long; attention_mask, response_mask (B, L) bool, padding on either side.
     Returns logp (ln, with gradient), entropy (nats) and collision (sum of squared probabilities):
     each (B, L) float32, aligned with input_ids (column t is about token t, predicted from the
-    tokens before it) and 0 outside response_mask. Temperature 1, full vocabulary.
+    tokens before it) and 0 outside response_mask. Temperature 1, full vocabulary. With
+    `logp_only` the other two are None and take no time.
     """
     predicted = response_mask.clone()
     predicted[:, 0] = False  # nothing comes before the first token
@@ -423,10 +460,9 @@ def token_stats(
     ).last_hidden_state  # (B, L, H)
     hidden = hidden[:, :-1][predicted[:, 1:]]  # (N, H): the states that predict response tokens
     weight = model.get_output_embeddings().weight  # (V, H)
-    stats = head_stats(hidden, weight, input_ids[predicted], chunk=chunk)
+    stats = head_stats(hidden, weight, input_ids[predicted], chunk=chunk, logp_only=logp_only)
     empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    logp, entropy, collision = (empty.masked_scatter(predicted, s) for s in stats)
-    return logp, entropy, collision
+    return TokenStats(*(None if s is None else empty.masked_scatter(predicted, s) for s in stats))
 
 
 def sampling_gap(
@@ -449,40 +485,50 @@ HEAD_ROWS = {"cpu": (256, 32), "cuda": (384, 128)}
 
 
 def head_stats(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    chunk: int | None = None,
+    logp_only: bool = False,
+) -> TokenStats:
     """The output head, in chunks of tokens: (N, V) logits never exist at once.
 
     hidden (N, H), weight (V, H), targets (N,) long -> logp, entropy (nats), collision: (N,)
-    float32. The gradient flows through logp only, to hidden and weight. chunk: tokens at a time,
-    by default what suits the device (HEAD_ROWS).
+    float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
+    to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_ROWS).
     """
     default, block = suited(HEAD_ROWS, hidden.device)
-    return HeadStats.apply(hidden, weight, targets, chunk or default, block)
+    stats = HeadStats.apply(hidden, weight, targets, chunk or default, block, logp_only)
+    return TokenStats(*stats)
 
 
 class HeadStats(torch.autograd.Function):
     """Softmax statistics with a backward that recomputes each chunk of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk, block_rows):
-        stats = hidden.new_empty(4, len(targets), dtype=torch.float32)
+    def forward(ctx, hidden, weight, targets, chunk, block_rows, logp_only):
+        empty = hidden.new_empty(len(targets), dtype=torch.float32)
+        logp, entropy, collision, lse = (torch.empty_like(empty) for _ in range(4))
         for i in range(0, len(targets), chunk):
             logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
             # few rows at a time, so that pi is a small second buffer beside the logits
             for j, block in enumerate(logits.split(block_rows)):
                 rows = slice(i + j * block_rows, i + j * block_rows + len(block))
-                stats[3, rows] = block.logsumexp(-1)
-                block -= stats[3, rows, None]  # ln pi
-                stats[0, rows] = block.gather(1, targets[rows, None]).squeeze(1)
-                probs = block.exp()  # pi
-                stats[1, rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
-                stats[2, rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
-            del logits, block, probs  # before the next chunk's exist
-        logp, entropy, collision, lse = stats.unbind()
-        logp, entropy, collision = logp.clone(), entropy.clone(), collision.clone()
+                lse[rows] = block.logsumexp(-1)
+                chosen = block.gather(1, targets[rows, None]).squeeze(1)
+                logp[rows] = chosen - lse[rows]
+                if not logp_only:
+                    block -= lse[rows, None]  # ln pi
+                    probs = block.exp()  # pi
+                    entropy[rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
+                    collision[rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
+                    del probs
+            del logits, block  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.chunk = chunk
+        if logp_only:
+            return logp, None, None
         ctx.mark_non_differentiable(entropy, collision)
         return logp, entropy, collision
 
@@ -501,7 +547,7 @@ class HeadStats(torch.autograd.Function):
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])
             del grad
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
