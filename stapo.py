@@ -471,9 +471,9 @@ def collect(
     pairs = [(prompt, member) for prompt in prompts for member in range(cfg.group_size)]
     chosen = [problems[indices[prompt]] for prompt, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, *pair) for pair in pairs]
-    with distributed.unsharded(model):
+    with distributed.gathered(model) as policy:
         responses = stop.interruptible(sample)(
-            model,
+            policy,
             tokenizer,
             [problem["prompt_ids"] for problem in chosen],
             max_new_tokens=cfg.max_new_tokens,
@@ -550,8 +550,8 @@ def train(cfg: Config) -> None:
             run.write(bookkeeping.update_metrics(totals), {"lr": lr})
             run.stopwatch("update_seconds")
             if run.is_due(cfg.eval_every):
-                with distributed.unsharded(model):
-                    run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg, stop)})
+                with distributed.gathered(model) as policy:
+                    run.write({"eval": evaluation.evaluate(policy, tokenizer, suite, cfg, stop)})
             run.end_step(episodes)
             run.save_if_due()
 
