@@ -580,9 +580,9 @@ def collect(
     pairs = [(prompt, member) for prompt in prompts for member in range(cfg.group_size)]
     posed = [task.problems[chosen[prompt]] for prompt, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, *pair) for pair in pairs]
-    with distributed.unsharded(model), stop.together():
+    with distributed.gathered(model) as policy, stop.together():
         responses = sample(
-            model,
+            policy,
             task.tokenizer,
             [problem["prompt_ids"] for problem in posed],
             max_new_tokens=cfg.max_new_tokens,
@@ -741,8 +741,8 @@ def evaluated(model: Model, task: Task, cfg: Config) -> dict | None:
     """Scores on --eval_benchmarks; None where a stop was asked for meanwhile."""
     names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
     options = {name: getattr(cfg, name) for name in names}
-    with distributed.unsharded(model):
-        return evaluation.evaluate(model, task.tokenizer, task.suite, **options)
+    with distributed.gathered(model) as policy:
+        return evaluation.evaluate(policy, task.tokenizer, task.suite, **options)
 
 
 def train(cfg: Config) -> None:

@@ -118,9 +118,9 @@ def canned_rollouts(case: str) -> dict:
 
 
 def train_on_canned_rollouts(folder: Path) -> None:
-    """Every case. FOLDER holds a random model `tied` and `untied`, a tokenizer and `problems.jsonl`.
+    """Every case, on a folder with models `tied` and `untied` and problems.jsonl.
 
-    Rank 0 writes FOLDER/world<N>-<case>.pt: the gradients of every optimiser step, the metrics.
+    Rank 0 writes world<N>-<case>.pt there: the gradients of every optimiser step, the metrics.
     """
     distributed.start()
     for case in CASES:
