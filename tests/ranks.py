@@ -198,7 +198,7 @@ def fail_in(place: str, folder: Path) -> None:
     name, owner, failing = {
         "rollout": ("sample", stapo, 1),
         "scoring": ("token_statistics", stapo, 1),
-        "update": ("batch_loss", stapo, 1),
+        "update": ("update", stapo, 1),
         "writing": ("end_step", stapo.RunFolder, 0),
         "input": ("load_reward", stapo, 1),
     }[place]

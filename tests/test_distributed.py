@@ -175,10 +175,12 @@ STEPS = 2 * KILLS
 def start(output: Path, *extra: str) -> subprocess.Popen:
     """A run of two steps for each kill; RANKS=2 in the environment puts it under torchrun."""
     flags = f"@tests/tiny/args --steps {STEPS} --batch_size 4 --mini_batch_size 2 --save_every 1"
-    flags += " --output"
+    flags = [*flags.split(), "--output", str(output), *extra]
+    if bookkeeping.checkpoints(output):
+        flags = ["--resume", str(output)]
     ranks = os.environ.get("RANKS", "1")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > "1" else []
-    command = [sys.executable, *torchrun, "stapo.py", *flags.split(), str(output), *extra]
+    command = [sys.executable, *torchrun, "stapo.py", *flags]
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **streams)
 
@@ -203,9 +205,8 @@ def uninterrupted(tmp_path_factory) -> Callable[[], list[dict]]:
 
 def again(output: Path) -> subprocess.Popen:
     """Resumes a run, or begins it anew where it was killed before its first checkpoint."""
-    if bookkeeping.checkpoints(output):
-        return start(output, "--resume")
-    shutil.rmtree(output, ignore_errors=True)
+    if not bookkeeping.checkpoints(output):
+        shutil.rmtree(output, ignore_errors=True)
     return start(output)
 
 
@@ -242,6 +243,6 @@ def test_stop_signal_saves_and_exits_cleanly(tmp_path, uninterrupted):
     assert process.returncode == 0
     saved = sorted((output / "checkpoints").iterdir())
     assert len(saved) == 1 and saved[0].name == f"step_{len(lines(output)):06d}"
-    process = start(output, "--resume")
+    process = start(output)
     process.communicate(timeout=120)
     assert process.returncode == 0 and lines(output) == uninterrupted()
