@@ -429,6 +429,30 @@ def token_stats(
     return logp, entropy, collision
 
 
+@torch.no_grad()
+def likeliest(
+    model: Model, ids: torch.Tensor, count: int, *, k: int = 5
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model would rather have said: the k likeliest tokens at the last `count` places.
+
+    ids (L,) long, a prompt and its response, count < L. Returns their probabilities (count, k)
+    float32, largest first, and their ids (count, k) long, both on the CPU; row t is about the
+    place of ids[L - count + t]. Temperature 1, full vocabulary.
+    """
+    row = ids[None].to(model.device)  # (1, L)
+    hidden = model.base_model(row, use_cache=False).last_hidden_state  # (1, L, H)
+    hidden = hidden[0, -count - 1 : -1]  # (count, H): the states that predict those places
+    weight = model.get_output_embeddings().weight  # (V, H)
+    probabilities, words = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
+    chunk, _ = suited(HEAD_ROWS, hidden.device)
+    for i in range(0, count, chunk):
+        logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
+        top = logits.topk(k)  # (C, k)
+        probabilities[i : i + chunk] = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+        words[i : i + chunk] = top.indices
+    return probabilities, words
+
+
 def sampling_gap(
     logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,12 @@
 """What a run keeps and checks: flags, its directory, metrics, samples, dumps, checkpoints, stops.
 
 Nothing here decides what is learnt; Algorithm 1 is in stapo.py. Read from top to bottom: flags,
-the run directory and its records, metrics, dumps for figures.py, checkpoints, the wish to stop.
+the run directory and its records, metrics, checkpoints, the wish to stop.
 """
 
 import argparse
 import contextlib
-import itertools
+import functools
 import json
 import math
 import os
@@ -56,8 +56,8 @@ from support.distributed import (
     rank,
     world_size,
 )
+from support.dumps import DumpedResponse, make_dump
 from support.errors import InputError, RewardError
-from support.seeds import generator
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -217,8 +217,21 @@ class Run:
             raise InputError(f"step {self.step}: three updates in a row were not finite")
 
     def dump(self, episodes: list[Episode]) -> None:
-        path = self.folder / "dumps" / f"step_{self.step:06d}.json"
-        dump_tokens(path, self.step, self.model, self.tokenizer, episodes, self.cfg)
+        """Write dumps/step_N.json for figures.py; form_mask has set `keep` and `tau_h`."""
+        dump = make_dump(
+            [dumped(e, self.cfg.tau_p) for e in episodes if e.advantage > 0],
+            step=self.step,
+            method=self.cfg.method,
+            tau_p=self.cfg.tau_p,
+            all_tokens=sum(len(e.response.ids) for e in episodes),
+            seed=self.cfg.seed,
+            decode=functools.partial(to_text, self.tokenizer),
+            likeliest=self.model.likeliest,
+        )
+        distributed.reshard(self.model)
+        if rank() == 0:
+            (self.folder / "dumps").mkdir(exist_ok=True)
+            write_whole(self.folder / "dumps" / f"step_{self.step:06d}.json", json.dumps(dump))
 
     def end_step(self, episodes: list[Episode]) -> None:
         """Append this step to metrics.jsonl and samples.jsonl, move the bar, show a sample."""
@@ -375,6 +388,17 @@ SAMPLING_WARNING = (
 )
 
 
+def dumped(e: Episode, tau_p: float) -> DumpedResponse:
+    """Silenced are low-probability tokens alone, also for methods that drop others."""
+    p = e.logp.exp()
+    silenced = (p < tau_p) & ~e.keep
+    texts, ids = (
+        (e.problem["problem"], e.problem["answer"]),
+        (e.response.prompt_ids, e.response.ids),
+    )
+    return DumpedResponse(*texts, *ids, e.advantage, silenced, p, e.entropy, e.collision, e.tau_h)
+
+
 def sample_row(e: Episode, step: int) -> dict[str, Any]:
     """A line of samples.jsonl."""
     row = {"step": step, "problem": e.problem["problem"], "gold": e.problem["answer"]}
@@ -467,61 +491,6 @@ def nan_to_null(metrics: dict) -> dict:
     """JSON knows no NaN or infinity: they become null."""
     unusable = [k for k, v in metrics.items() if isinstance(v, float) and not math.isfinite(v)]
     return metrics | dict.fromkeys(unusable)
-
-
-# ------------------------------------------------------------------------- dumps for figures.py
-
-DUMPED_TOKENS, DUMPED_CASES = 20_000, 32  # of a dump, over all ranks
-
-
-def dump_tokens(
-    path: Path, step: int, model: Model, tokenizer: Tokenizer, episodes: list[Episode], cfg: Any
-) -> None:
-    """Write what figures.py draws: tokens of responses with A > 0, as pi_old sees them.
-
-    Half of them are low-probability tokens; `weight` is how many tokens each stands for. The
-    masks and the tau_h of the episodes are those that form_mask gave them.
-    """
-    positive = [e for e in episodes if e.advantage > 0]
-    low = torch.cat([torch.zeros(0), *(e.logp for e in positive)]).exp() < cfg.tau_p
-    lengths = torch.tensor([len(e.logp) for e in positive], dtype=torch.long)
-    owner = torch.arange(len(positive)).repeat_interleave(lengths)  # of each token: its episode
-    place = torch.arange(len(low)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    draw, tokens, cases = generator(cfg.seed, "dump", step), [], []
-    for kind in (True, False):
-        members = (low == kind).nonzero().flatten()
-        shuffled = members[torch.randperm(len(members), generator=draw)]
-        chosen = shuffled[: DUMPED_TOKENS // 2 // world_size()]
-        for i, t in zip(owner[chosen].tolist(), place[chosen].tolist(), strict=True):
-            e = positive[i]
-            token = {"token": to_text(tokenizer, [e.response.ids[t]]), "p": float(e.logp[t].exp())}
-            token |= {"entropy": float(e.entropy[t]), "collision": float(e.collision[t])}
-            token |= {"advantage": e.advantage, "silenced": bool(kind and not e.keep[t])}
-            token |= {"tau_h": e.tau_h if math.isfinite(e.tau_h) else None}
-            tokens.append(token | {"weight": len(members) / len(chosen)})
-            cases += [(tokens[-1], e, t)] if kind else []
-    describe(model, tokenizer, cases[: math.ceil(DUMPED_CASES / world_size())])
-    counts = {"positive_tokens": len(low), "all_tokens": sum(len(e.logp) for e in episodes)}
-    dump = {"step": step, "method": cfg.method, "tau_p": cfg.tau_p}
-    dump |= {key: int(count) for key, count in all_sum(counts).items()}
-    dump["tokens"] = list(itertools.chain(*distributed.gather(tokens)))
-    if rank() == 0:
-        path.parent.mkdir(exist_ok=True)
-        write_whole(path, json.dumps(dump))
-
-
-@torch.no_grad()
-def describe(model: Model, tokenizer: Tokenizer, cases: list[tuple[dict, Episode, int]]) -> None:
-    """The paper's case tables: adds to a token its context and the five likeliest alternatives."""
-    idle = {}, Episode({"problem": ""}, Response([0], [0], False, ""), 0.0, 0.0), 0
-    for token, e, t in cases + [idle] * (all_max(len(cases)) - len(cases)):  # ranks stay in step
-        before = e.response.prompt_ids + e.response.ids[:t]
-        logits = model(torch.tensor([before], device=model.device), logits_to_keep=1).logits
-        top = logits[0, -1].float().softmax(-1).topk(5)
-        likely = zip(top.indices.tolist(), top.values.tolist())
-        token |= {"problem": e.problem["problem"], "context": to_text(tokenizer, before)[-200:]}
-        token |= {"top": [[to_text(tokenizer, [i]), p] for i, p in likely]}
-    distributed.reshard(model)
 
 
 # ------------------------------------------------------------------------------------ checkpoints

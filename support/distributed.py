@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
-from rollout import Model, check_head, load_model, token_stats
+from rollout import Model, check_head, likeliest, load_model, token_stats
 from support.errors import InputError, RewardError
 
 # The name that older transformers have works in newer ones.
@@ -162,13 +162,17 @@ def progress(items: list, name: str) -> Iterable:
 
 
 def load_policy(name: str) -> Model:
-    """A model with float32 weights, sharded where there is a process group, and `.token_stats`."""
+    """A model with float32 weights, sharded where there is a process group.
+
+    Its methods token_stats and likeliest are rollout.py's functions.
+    """
     whole = load_model(name) if rank() == 0 else None
     if rank() == 0:
         check_head(whole)
     if not dist.is_initialized():
         model = whole
         model.token_stats = types.MethodType(token_stats, model)
+        model.likeliest = types.MethodType(likeliest, model)
         return model
     # Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
     # shards, and receives its own: no GPU ever holds the whole float32 model.
@@ -204,8 +208,9 @@ def shard(model: Model) -> None:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     # The chunked head needs the root's parameters: it has to run inside one hooked method.
-    model.token_stats = types.MethodType(token_stats, model)
-    register_fsdp_forward_method(model, "token_stats")
+    for method in (token_stats, likeliest):
+        setattr(model, method.__name__, types.MethodType(method, model))
+        register_fsdp_forward_method(model, method.__name__)
 
 
 def reshard(model: Model) -> None:
