@@ -71,7 +71,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
 
 
 def load_policy(name: str) -> Model:
-    """A model with float32 weights and `.token_stats`, sharded where there is a process group.
+    """A model with float32 weights and the methods below, sharded where there are ranks.
 
     Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
     shards and receives its own, so that no GPU ever holds the whole float32 model.
@@ -81,11 +81,11 @@ def load_policy(name: str) -> Model:
         check_head(whole)
     distributed.barrier()  # the others wait here, however long a download takes
     if not dist.is_initialized():
-        return with_token_stats(whole)
+        return with_methods(whole)
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    distributed.shard(with_token_stats(model), "token_stats")
+    distributed.shard(with_methods(model), METHODS)
     model.to_empty(device=distributed.device())
     for module in model.modules():  # rotary frequencies are computed, not stored
         if next(module.buffers(recurse=False), None) is not None:
@@ -97,13 +97,17 @@ def load_policy(name: str) -> Model:
     return model.eval()
 
 
-def with_token_stats(model: Model) -> Model:
-    """The model with `token_stats`, a function of this file, as a method.
+METHODS = ("token_stats", "likeliest")
 
-    The head's weight is used there outside the model's own forward. FSDP2 gathers weights around a
-    call of one of the model's methods alone, so that it has to be one.
+
+def with_methods(model: Model) -> Model:
+    """The model with two functions of this file as methods: token_stats and likeliest.
+
+    They use the head's weight outside the model's own forward. FSDP2 gathers weights around a call
+    of one of the model's methods alone, so that they have to be methods.
     """
-    model.token_stats = types.MethodType(token_stats, model)
+    for name in METHODS:
+        setattr(model, name, types.MethodType(globals()[name], model))
     return model
 
 
@@ -460,6 +464,30 @@ def token_stats(
     return TokenStats(*(None if s is None else empty.masked_scatter(predicted, s) for s in stats))
 
 
+@torch.no_grad()
+def likeliest(
+    model: Model, ids: torch.Tensor, count: int, *, k: int = 5
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model would rather have said: the k likeliest tokens at the last `count` places.
+
+    ids (L,) long, a prompt and its response, count < L. Returns their probabilities (count, k)
+    float32, largest first, and their ids (count, k) long, both on the CPU; row t is about the
+    place of ids[L - count + t]. Temperature 1, full vocabulary.
+    """
+    row = ids[None].to(model.device)  # (1, L)
+    hidden = model.base_model(row, use_cache=False).last_hidden_state  # (1, L, H)
+    hidden = hidden[0, -count - 1 : -1]  # (count, H): the states that predict those places
+    weight = model.get_output_embeddings().weight  # (V, H)
+    probabilities, words = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
+    chunk, _ = head_rows(hidden.device)
+    for i in range(0, count, chunk):
+        logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
+        top = logits.topk(k)  # (C, k)
+        probabilities[i : i + chunk] = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+        words[i : i + chunk] = top.indices
+    return probabilities, words
+
+
 def sampling_gap(
     logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -479,6 +507,10 @@ def sampling_gap(
 HEAD_ROWS = {"cpu": (256, 32), "cuda": (384, 128)}
 
 
+def head_rows(device: torch.device) -> tuple[int, int]:
+    return HEAD_ROWS["cpu" if device.type == "cpu" else "cuda"]
+
+
 def head_stats(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -493,7 +525,7 @@ def head_stats(
     float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
     to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_ROWS).
     """
-    default, block = HEAD_ROWS["cpu" if hidden.device.type == "cpu" else "cuda"]
+    default, block = head_rows(hidden.device)
     stats = HeadStats.apply(hidden, weight, targets, chunk or default, block, logp_only)
     return TokenStats(*stats)
 

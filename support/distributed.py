@@ -169,7 +169,7 @@ def barrier() -> None:
 # --------------------------------------------------------------------------------------- sharding
 
 
-def shard(model: Model, *methods: str) -> None:
+def shard(model: Model, methods: tuple[str, ...] = ()) -> None:
     """FSDP2: each decoder layer is a group; embedding, norm and head are the root's.
 
     `methods` names what is called beside forward: FSDP2 gathers the root's weights around it.

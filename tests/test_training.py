@@ -100,7 +100,7 @@ def noise_of(e: Episode) -> torch.Tensor:
 @pytest.fixture
 def model(random_model):
     model = random_model(spread=0.5)
-    return rollout.with_token_stats(model)
+    return rollout.with_methods(model)
 
 
 @pytest.mark.parametrize("budget", [1, 60, 200, 10_000])
