@@ -16,7 +16,7 @@ from test_distributed import ENVIRONMENT, lines
 
 import rollout
 import stapo
-from rollout import Episode, Response, check_head, load_problems
+from rollout import check_head, load_problems
 from support import bookkeeping, distributed
 from support.errors import InputError, RewardError
 from support.seeds import mix_seed
@@ -388,19 +388,6 @@ def test_threads_is_a_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     run(tmp_path / "run", "--steps 1 --threads 3")
     assert asked[-1] == 3
-
-
-def test_cases_are_described_on_64_ranks_too(tiny, tokenizer, monkeypatch, tmp_path):
-    """Fewer than one case a rank is still one."""
-    monkeypatch.setattr(bookkeeping, "world_size", lambda: 64)
-    ids = tokenizer("Q: 1+2=?\n").input_ids
-    e = Episode({"problem": "?"}, Response(ids, [5, 6, 7], False, ""), 1.0, 1.0)
-    e.logp, e.entropy, e.collision = torch.tensor([-9.0, -9.0, -0.1]), torch.ones(3), torch.ones(3)
-    e.old_logp, e.keep, e.tau_h = e.logp, torch.tensor([True, False, True]), 1.0
-    bookkeeping.dump_tokens(tmp_path / "d" / "x.json", 1, tiny, tokenizer, [e], stapo.Config())
-    dump = json.loads((tmp_path / "d" / "x.json").read_text())
-    assert sum("top" in token for token in dump["tokens"]) == 1
-    assert sorted(token["silenced"] for token in dump["tokens"]) == [False, False, True]
 
 
 def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
