@@ -9,29 +9,35 @@ distribution it was drawn from, and that distribution's collision probability (S
 import contextlib
 import functools
 import itertools
-import math
-import os
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
     PreTrainedConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
-from support.decoding import CACHE_BLOCK, decoding_loop, suited, until_stop
+from support import distributed
+from support.decoding import CACHE_BLOCK, CHECK_EVERY, decoding_loop, until_stop
 from support.errors import InputError, first_line
+from support.progress import bar as progress_bar
+from support.progress import quiet_datasets, say
 from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -62,6 +68,47 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
     model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
     return model.to(device).eval()
+
+
+def load_policy(name: str) -> Model:
+    """A model with float32 weights and the methods below, sharded where there are ranks.
+
+    Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
+    shards and receives its own, so that no GPU ever holds the whole float32 model.
+    """
+    whole = load_model(name) if distributed.rank() == 0 else None
+    if whole:
+        check_head(whole)
+    distributed.barrier()  # the others wait here, however long a download takes
+    if not dist.is_initialized():
+        return with_methods(whole)
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    distributed.shard(with_methods(model), METHODS)
+    model.to_empty(device=distributed.device())
+    for module in model.modules():  # rotary frequencies are computed, not stored
+        if next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)
+    weights = whole.state_dict() if whole else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    model.generation_config = distributed.broadcast(whole and whole.generation_config)
+    return model.eval()
+
+
+METHODS = ("token_stats", "likeliest")
+
+
+def with_methods(model: Model) -> Model:
+    """The model with two functions of this file as methods: token_stats and likeliest.
+
+    They use the head's weight outside the model's own forward. FSDP2 gathers weights around a call
+    of one of the model's methods alone, so that they have to be methods.
+    """
+    for name in METHODS:
+        setattr(model, name, types.MethodType(globals()[name], model))
+    return model
 
 
 @torch.no_grad()
@@ -115,10 +162,11 @@ def load_problems(
     taken off); `answer`, `final_answer` (a list) or `reward_model["ground_truth"]`.
     Returns [{"problem": str, "answer": str}]; raises InputError naming the file or the row. With
     `whole_rows` each problem has its "row" too, a dict of every column, and needs no answer.
-    `progress` names a tqdm bar over the rows.
+    `progress` names a bar over the rows.
     """
     import datasets  # slow to import, and needed by no other function
 
+    quiet_datasets()
     builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     builder = builders.get(Path(source).suffix)
     if builder and not Path(source).is_file():
@@ -139,7 +187,7 @@ def load_problems(
         rows = rows.select_columns(columns)
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     batches = (zip(*batch.values()) for batch in rows.iter(1000))  # far faster than row by row
-    bar = tqdm(total=len(rows), desc=progress, leave=False, disable=progress is None)
+    bar = progress_bar(len(rows), progress)
     for number, values in enumerate(itertools.chain.from_iterable(batches), start=1):
         row = dict(zip(rows.column_names, values))
         problem, answer = read_row(row)
@@ -199,24 +247,6 @@ class Response:
         return len(self.prompt_ids) + len(self.ids)
 
 
-@dataclass
-class Episode:
-    """A response on its way through a training step; tensors are (T,), one entry a token."""
-
-    problem: dict
-    response: Response
-    reward: float
-    advantage: float
-    old_logp: torch.Tensor | None = None  # under pi_old
-    ref_logp: torch.Tensor | None = None  # under the starting model, grpo only
-    logp: torch.Tensor | None = None  # under the policy that forms the mask
-    entropy: torch.Tensor | None = None
-    collision: torch.Tensor | None = None
-    noise: torch.Tensor | None = None  # the entropy's stand-in for --method random
-    keep: torch.Tensor | None = None  # bool, the paper's I: the token carries a gradient
-    tau_h: float = -math.inf  # the entropy threshold of its mini-batch, nats
-
-
 def sample(
     model: Model,
     tokenizer: Tokenizer,
@@ -228,18 +258,26 @@ def sample(
     batch_size: int = 256,
     seed: int | list[int] = 0,
     progress: str | None = None,
+    poll: Callable[[], None] | None = None,
 ) -> list[Response]:
     """Sample one response for each prompt (repeat a prompt G times for a group of G).
 
     At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding.
     `seed` is one for each response, or one from which these are made. A response depends on its
     own prompt and seed and on the weights: what else is decoded beside it changes its rounding
-    alone (but see generate_in_batches). `progress` names a tqdm bar over responses.
+    alone. `progress` names a bar over responses. `poll` is called every CHECK_EVERY tokens; what
+    it raises ends the sampling.
+
+    A model with sliding windows or a recurrent state needs a cache of its own, which has no slots:
+    its prompts go in batches, each of which waits for its longest response. Plain `generate` draws
+    from torch's generator, so that a batch has one seed, that of its first response: what is
+    sampled depends on the batches then.
     """
-    if isinstance(seed, int):
-        seed = [mix_seed(seed, i) for i in range(len(prompts))]
+    if not prompts:
+        return []
+    seeds = [mix_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else seed
+    poll = poll or (lambda: None)
     stops = stop_ids(model, tokenizer)
-    bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
     # Every field is named: those that a call leaves unset come from the model's generation_config
     # (Qwen3 ships top_k 20, top_p 0.95) or are transformers' own (top_k 50).
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
@@ -251,15 +289,54 @@ def sample(
         pad_token_id=tokenizer.pad_token_id,
         use_cache=True,
     )
-    with bar, decoding(model, config):
-        longest = max(map(len, prompts), default=0) + max_new_tokens
-        batch_size = rows_that_fit(model, longest, batch_size)
-        run = generate_in_slots if has_full_attention(model) else generate_in_batches
-        rows = run(model, prompts, seed, config, batch_size, bar) if prompts else []
+    size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size, top_p)
+    bar = progress_bar(len(prompts), progress)
+    with bar, ready_to_generate(model, config):
+        if has_full_attention(model):
+            loop = functools.partial(decoding_loop, slots=size, seeds=seeds, bar=bar, poll=poll)
+            rows = generate(model, prompts, config, custom_generate=loop)
+        else:
+            name = type(model).__name__
+            say_once(f"{name} needs a cache of its own: plain generate, in batches")
+            polls, rows = StoppingCriteriaList([Poll(poll)]), []
+            for start in range(0, len(prompts), size):
+                batch = prompts[start : start + size]
+                torch.manual_seed(seeds[start])
+                rows += generate(model, batch, config, stopping_criteria=polls)
+                bar.update(len(batch))
+    if model.device.type == "cuda":
+        # Else AdamW's moments and the update's gradients would settle in pieces of what the cache
+        # leaves behind, and memory that is free would be in no piece large enough.
+        torch.cuda.empty_cache()
     return [
         Response(prompt, ids, ids[-1] not in stops, to_text(tokenizer, ids, True))
         for prompt, ids in zip(prompts, rows, strict=True)
     ]
+
+
+def generate(
+    model: Model, prompts: list[list[int]], config: GenerationConfig, **options: Any
+) -> list[list[int]]:
+    """model.generate on all prompts, left-padded -> the ids of each response, its stop id last."""
+    width, pad, stops = max(map(len, prompts)), config.pad_token_id, set(config.eos_token_id)
+    rows = [[pad] * (width - len(p)) + p for p in prompts]
+    mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+    ids, mask = torch.tensor([rows, mask], device=model.device)  # (N, P) each
+    options |= {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
+    out = model.generate(ids, **options)  # (N, P + T)
+    return [until_stop(row.tolist(), stops) for row in out[:, width:].cpu()]
+
+
+class Poll(StoppingCriteria):
+    """Calls a function now and then, and ends no response."""
+
+    def __init__(self, poll: Callable[[], None]) -> None:
+        self.poll = poll
+
+    def __call__(self, input_ids: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+        if input_ids.shape[1] % CHECK_EVERY == 0:
+            self.poll()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) -> str:
@@ -268,29 +345,32 @@ def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) ->
     return tokenizer.decode([i for i in ids if i < size], skip_special_tokens=skip_special)
 
 
-def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
+def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> int:
     """batch_size, or on CUDA what fits: rows of `length` tokens in four fifths of free memory."""
     if model.device.type != "cuda":
         return batch_size
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    per_row = bytes_per_row(model.config.get_text_config(), length, model.dtype.itemsize)
+    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
+    per_row = bytes_per_row(config, length, itemsize, top_p)
     return max(1, min(batch_size, int(0.8 * free / per_row)))
 
 
-def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int) -> int:
+def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: float = 1.0) -> int:
     """What a slot takes on a GPU: keys and values of `length` tokens, and its next token's."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * itemsize
-    # While the cache grows, a layer's old and new tensor exist: another block covers that. Then
-    # logits, softmax and their sums.
-    return per_token * (length + CACHE_BLOCK["cuda"]) + 24 * config.vocab_size
+    # While the cache grows, a layer's old and new tensor exist: another block covers that. Of each
+    # word there are two logits (2 and 4 bytes), the softmax and its sums (8 each). Top-p sorts
+    # before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's own buffers (32).
+    per_word = 24 if top_p == 1 else 56
+    return per_token * (length + CACHE_BLOCK) + per_word * config.vocab_size
 
 
 @contextlib.contextmanager
-def decoding(model: Model, config: GenerationConfig) -> Iterator[None]:
-    """The model ready to decode by `config` alone; raises RuntimeError where more would run."""
+def ready_to_generate(model: Model, config: GenerationConfig) -> Iterator[None]:
+    """The model generates by `config` alone; raises RuntimeError where more would run."""
     own, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
     model.eval()  # gradient checkpointing, active in training mode, would turn the cache off
@@ -314,66 +394,20 @@ def has_full_attention(model: Model) -> bool:
     return full and hasattr(model.base_model, "rotary_emb")
 
 
-def generate_in_slots(
-    model: Model,
-    prompts: list[list[int]],
-    seeds: list[int],
-    config: GenerationConfig,
-    batch_size: int,
-    bar: tqdm,
-) -> list[list[int]]:
-    """`generate` with decoding.py's loop; where it checks its input, the longest prompt is that."""
-    longest = torch.tensor([max(prompts, key=len)], device=model.device)
-    options = {"attention_mask": torch.ones_like(longest), "generation_config": config}
-    options |= {"custom_generate": decoding_loop, "synced_gpus": False}
-    options |= {"prompts": prompts, "seeds": seeds, "batch_size": batch_size, "bar": bar}
-    text_config = model.config.get_text_config()
-    own = text_config._attn_implementation
-    try:
-        # Models with an attention of their own keep it; it works on a SlotCache, reading more.
-        if own == "sdpa" and model._can_set_attn_implementation():
-            text_config._attn_implementation = "slots"
-        return model.generate(longest, **options)
-    finally:
-        text_config._attn_implementation = own
-
-
-def generate_in_batches(
-    model: Model,
-    prompts: list[list[int]],
-    seeds: list[int],
-    config: GenerationConfig,
-    batch_size: int,
-    bar: tqdm,
-) -> list[list[int]]:
-    """Plain `generate` on left-padded prompts; every batch waits for its longest response.
-
-    It draws from torch's generator, so that a batch has one seed, that of its first response: what
-    is sampled depends on the batches then.
-    """
-    print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
-    pad, stops, responses = config.pad_token_id, set(config.eos_token_id), []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        torch.manual_seed(seeds[start])
-        width = max(map(len, batch))
-        rows = [[pad] * (width - len(p)) + p for p in batch]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in batch]
-        ids, mask = torch.tensor([rows, mask], device=model.device)  # (B, P) each
-        options = {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
-        out = model.generate(ids, **options)
-        responses += [until_stop(row, stops) for row in out[:, width:].tolist()]
-        bar.update(len(batch))
-    return responses
-
-
 @functools.cache
-def print_once(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # torchrun's
-        tqdm.write(line)
+def say_once(line: str) -> None:
+    say(line)
 
 
 # ---------------------------------------------------------------------------------------- scoring
+
+
+class TokenStats(NamedTuple):
+    """What the paper looks at in a token, as tensors of one shape; float32, full vocabulary."""
+
+    logp: torch.Tensor  # ln pi(y) of the token that was sampled
+    entropy: torch.Tensor | None  # H of the distribution that it was drawn from, nats
+    collision: torch.Tensor | None  # sum_v pi(v)^2 of that distribution
 
 
 def pad_batch(
@@ -402,13 +436,15 @@ def token_stats(
     response_mask: torch.Tensor,
     *,
     chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logp_only: bool = False,
+) -> TokenStats:
     """Log-probability, entropy and collision probability of every response token.
 
     input_ids (B, L) long; attention_mask, response_mask (B, L) bool, padding on either side.
     Returns logp (ln, with gradient), entropy (nats) and collision (sum of squared probabilities):
     each (B, L) float32, aligned with input_ids (column t is about token t, predicted from the
-    tokens before it) and 0 outside response_mask. Temperature 1, full vocabulary.
+    tokens before it) and 0 outside response_mask. Temperature 1, full vocabulary. With
+    `logp_only` the other two are None and take no time.
     """
     predicted = response_mask.clone()
     predicted[:, 0] = False  # nothing comes before the first token
@@ -423,10 +459,9 @@ def token_stats(
     ).last_hidden_state  # (B, L, H)
     hidden = hidden[:, :-1][predicted[:, 1:]]  # (N, H): the states that predict response tokens
     weight = model.get_output_embeddings().weight  # (V, H)
-    stats = head_stats(hidden, weight, input_ids[predicted], chunk=chunk)
+    stats = head_stats(hidden, weight, input_ids[predicted], chunk=chunk, logp_only=logp_only)
     empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    logp, entropy, collision = (empty.masked_scatter(predicted, s) for s in stats)
-    return logp, entropy, collision
+    return TokenStats(*(None if s is None else empty.masked_scatter(predicted, s) for s in stats))
 
 
 @torch.no_grad()
@@ -444,7 +479,7 @@ def likeliest(
     hidden = hidden[0, -count - 1 : -1]  # (count, H): the states that predict those places
     weight = model.get_output_embeddings().weight  # (V, H)
     probabilities, words = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
-    chunk, _ = suited(HEAD_ROWS, hidden.device)
+    chunk, _ = head_rows(hidden.device)
     for i in range(0, count, chunk):
         logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
         top = logits.topk(k)  # (C, k)
@@ -472,41 +507,55 @@ def sampling_gap(
 HEAD_ROWS = {"cpu": (256, 32), "cuda": (384, 128)}
 
 
+def head_rows(device: torch.device) -> tuple[int, int]:
+    return HEAD_ROWS["cpu" if device.type == "cpu" else "cuda"]
+
+
 def head_stats(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, chunk: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    chunk: int | None = None,
+    logp_only: bool = False,
+) -> TokenStats:
     """The output head, in chunks of tokens: (N, V) logits never exist at once.
 
     hidden (N, H), weight (V, H), targets (N,) long -> logp, entropy (nats), collision: (N,)
-    float32. The gradient flows through logp only, to hidden and weight. chunk: tokens at a time,
-    by default what suits the device (HEAD_ROWS).
+    float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
+    to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_ROWS).
     """
-    default, block = suited(HEAD_ROWS, hidden.device)
-    return HeadStats.apply(hidden, weight, targets, chunk or default, block)
+    default, block = head_rows(hidden.device)
+    stats = HeadStats.apply(hidden, weight, targets, chunk or default, block, logp_only)
+    return TokenStats(*stats)
 
 
 class HeadStats(torch.autograd.Function):
     """Softmax statistics with a backward that recomputes each chunk of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk, block_rows):
-        stats = hidden.new_empty(4, len(targets), dtype=torch.float32)
+    def forward(ctx, hidden, weight, targets, chunk, block_rows, logp_only):
+        empty = hidden.new_empty(len(targets), dtype=torch.float32)
+        logp, entropy, collision, lse = (torch.empty_like(empty) for _ in range(4))
         for i in range(0, len(targets), chunk):
             logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
             # few rows at a time, so that pi is a small second buffer beside the logits
             for j, block in enumerate(logits.split(block_rows)):
                 rows = slice(i + j * block_rows, i + j * block_rows + len(block))
-                stats[3, rows] = block.logsumexp(-1)
-                block -= stats[3, rows, None]  # ln pi
-                stats[0, rows] = block.gather(1, targets[rows, None]).squeeze(1)
-                probs = block.exp()  # pi
-                stats[1, rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
-                stats[2, rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
-            del logits, block, probs  # before the next chunk's exist
-        logp, entropy, collision, lse = stats.unbind()
-        logp, entropy, collision = logp.clone(), entropy.clone(), collision.clone()
+                lse[rows] = block.logsumexp(-1)
+                chosen = block.gather(1, targets[rows, None]).squeeze(1)
+                logp[rows] = chosen - lse[rows]
+                if not logp_only:
+                    block -= lse[rows, None]  # ln pi
+                    probs = block.exp()  # pi
+                    entropy[rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
+                    collision[rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
+                    del probs
+            del logits, block  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.chunk = chunk
+        if logp_only:
+            return logp, None, None
         ctx.mark_non_differentiable(entropy, collision)
         return logp, entropy, collision
 
@@ -525,7 +574,7 @@ class HeadStats(torch.autograd.Function):
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])
             del grad
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

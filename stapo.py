@@ -1,28 +1,30 @@
-"""STAPO: Spurious-Token-Aware Policy Optimization (arXiv 2602.15620), in one readable file.
+"""STAPO: Spurious-Token-Aware Policy Optimization (arXiv 2602.15620), beside its equations.
 
+    python stapo.py @tests/tiny/args                                    # a CPU, one minute
     python stapo.py --model Qwen/Qwen3-1.7B-Base                        # the paper's recipe
-    python stapo.py @tests/tiny/args                                    # a CPU, a few minutes
     torchrun --nproc-per-node 8 stapo.py --model Qwen/Qwen3-14B-Base    # the same under FSDP2
 
 Algorithm 1 of the paper, and the function that does each of its lines:
 
     repeat                                                                     train
-        pi_old = pi_theta;  y_1 .. y_G ~ pi_old(.|x) for each of B prompts x   collect, sample
+        pi_old = pi_theta;  y_1 .. y_G ~ pi_old(.|x) for each of B prompts x   collect
         R = +1 or -1;  A_i = (R_i - mean R) / std R within each group          group_advantages
         for each mini-batch:
             p and H of its tokens under the current policy pi_theta            statistics_pass
-            I = 0 where A > 0 and p < tau_p and H < tau_h, else 1              spurious_mask
+            I = 0 where A > 0 and p < tau_p and H < tau_h, else 1              choose_tokens
             J = 1 / (sum I) * sum I min(rho A, clip(rho) A)                    clipped_loss
             one AdamW step up the gradient of J                                update
 
-Read from top to bottom: the flags, the loss beside its equations, the update of a mini-batch, the
-collection of a rollout batch, the loop, main. support/bookkeeping.py keeps the records of a run.
+Read from top to bottom: the flags, the loss beside its equations, which tokens each method keeps,
+the update of a mini-batch, the collection of a rollout batch, the metrics, the loop.
 """
 
+import functools
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -31,23 +33,34 @@ import eval as evaluation
 from reward import load_reward
 from rollout import (
     INSTRUCTION,
-    Episode,
     Model,
     Response,
     Tokenizer,
+    TokenStats,
+    encode_prompt,
+    load_policy,
+    load_problems,
     load_tokenizer,
     pad_batch,
     sample,
     sampling_gap,
+    to_text,
 )
-from support import bookkeeping, distributed
-from support.bookkeeping import Run, stop
-from support.distributed import all_cat, all_max, all_sum, rank, world_size
+from support import distributed, progress
+from support.bookkeeping import (
+    RunFolder,
+    Stopped,
+    flag,
+    is_due,
+    load_optimizer,
+    parse_flags,
+    peak_memory_gb,
+    stop,
+)
+from support.distributed import all_cat, all_max, all_sum, gather, rank, world_size
+from support.dumps import DumpedResponse, make_dump
+from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed, uniform
-
-
-def flag(default: object, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -59,7 +72,7 @@ class Config:
     instruction: str = flag(INSTRUCTION, "follows every problem; may be empty")
     reward: str = flag("", "FILE.py:FUNCTION in place of the grader: (response, row) -> float")
     output: str = flag("", "run directory; empty: a fresh one under runs/")
-    resume: bool = flag(False, "continue the run in --output, with its flags")
+    resume: str = flag("", "directory of a run to continue, with its flags")
     # the objective
     method: Literal[
         "stapo", "justrl", "grpo", "20-entropy", "full-mask", "high-entropy", "random"
@@ -95,12 +108,12 @@ class Config:
     log_samples: int = flag(8, "responses of every step that go to samples.jsonl")
     dump_every: int = flag(0, "steps between dumps of tokens for figures.py (0: none)")
     eval_every: int = flag(0, "steps between evaluations (0: none)")
-    eval_benchmarks: list[str] = field(
-        default_factory=lambda: ["aime24"], metadata={"help": "eval.py's names or .jsonl files"}
-    )
+    eval_benchmarks: list[str] = flag(["aime24"], "eval.py's names or .jsonl files")
 
 
 # =========================================================================== the loss, Sec. 2 and 3
+#
+# From here to "the loss ends here" nothing but `import torch` is needed: copy it.
 #
 # B responses of at most T tokens. `mask` is True on response tokens; everything outside it is
 # padding, may hold any garbage, and reaches neither the loss nor the gradient.
@@ -135,6 +148,14 @@ def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
+def spurious_candidates(
+    logp: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, tau_p: float = 0.002
+) -> torch.Tensor:
+    """Sec. 3.3: the low-probability tokens of right responses, (B, T) bool; shapes as below."""
+    return mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
+
+
+@torch.no_grad()
 def spurious_mask(
     logp: torch.Tensor,
     advantages: torch.Tensor,
@@ -152,11 +173,10 @@ def spurious_mask(
 
     logp, entropy (B, T) float32 of the current policy, entropy in nats; advantages (B,); mask
     (B, T) bool. tau_h is the q-quantile of the entropies of the candidates, which are the
-    low-probability tokens of right responses. None takes it from this call, which has to see the
-    whole mini-batch for that. Without candidates nothing is silenced.
+    low-probability tokens of right responses (A > 0). None takes it from this call, which has to
+    see the whole mini-batch for that. Without candidates nothing is silenced.
     """
-    p = logp.exp()  # (B, T)
-    candidates = mask & (advantages[:, None] > 0) & (p < tau_p)  # (B, T)
+    candidates = spurious_candidates(logp, advantages, mask, tau_p=tau_p)  # (B, T)
     if tau_h is None:
         tau_h = quantile(entropy[candidates], q)
     return candidates & (entropy < tau_h)
@@ -216,14 +236,12 @@ def stapo_loss(
     right when the call sees all of it.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
-    tokens = logp, advantages, entropy, mask
-    candidates = spurious_mask(*tokens, tau_p=tau_p, tau_h=float("inf"))  # (B, T)
-    silenced = spurious_mask(*tokens, tau_p=tau_p, q=q, tau_h=tau_h)  # (B, T)
+    silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)
     keep = mask & ~silenced  # (B, T): the paper's I
     clip = {"eps_low": eps_low, "eps_high": eps_high}
     loss = clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=num_kept)
     metrics = {
-        "candidates": candidates.sum(),
+        "candidates": spurious_candidates(logp, advantages, mask, tau_p=tau_p).sum(),
         "silenced": silenced.sum(),
         "entropy_sum": entropy.detach().masked_fill(~mask, 0.0).sum(),
         **ratio_sums(logp, old_logp, advantages, mask, **clip),
@@ -280,33 +298,110 @@ def grpo_loss(
     return -per_response.sum() / num_responses
 
 
+# =========================================================================== the loss ends here
+
+
+# ================================================= which tokens carry a gradient, under each method
+
+
+@torch.no_grad()
+def choose_tokens(
+    method: str,
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    entropy: torch.Tensor,
+    noise: torch.Tensor | None,
+    *,
+    tau_p: float,
+    q: float,
+    quantile_over: str = "candidates",
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The paper's I for every token of a mini-batch: (keep, candidates, tau_h).
+
+    logp, advantages (A_i repeated over its tokens), entropy (N,): all tokens of all responses, of
+    all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. An
+    ablation is S2T with another number in the entropy's place.
+    """
+    every = torch.ones_like(logp, dtype=torch.bool)
+    if method == "20-entropy":
+        return entropy >= quantile(entropy, 0.8), ~every, -math.inf
+    if method in ("justrl", "grpo"):
+        return every, ~every, -math.inf
+    # Each token is a row of its own here: (N, 1).
+    rows = {"logp": logp[:, None], "advantages": advantages, "mask": every[:, None]}
+    candidates = spurious_candidates(**rows, tau_p=tau_p)[:, 0]
+    if method == "full-mask":
+        return ~candidates, candidates, math.inf
+    ranked_by = {"stapo": entropy, "high-entropy": -entropy, "random": noise}[method]
+    tau_h = quantile(ranked_by[every if quantile_over == "all" else candidates], q)
+    silenced = spurious_mask(**rows, entropy=ranked_by[:, None], tau_p=tau_p, tau_h=tau_h)[:, 0]
+    return ~silenced, candidates, float(tau_h)
+
+
+class Selection(NamedTuple):
+    """The tokens of a mini-batch that carry a gradient. Counts are over all ranks."""
+
+    keep: list[torch.Tensor]  # of each response on this rank: (T,) bool, the paper's I
+    tau_h: float  # nats under stapo
+    responses: int
+    tokens: int
+    kept: int
+    candidates: int
+    finite: bool  # whether every statistic is
+
+    @property
+    def silenced(self) -> int:
+        """Candidates that S2T takes out; 20-entropy has none and drops other tokens."""
+        return self.tokens - self.kept if self.candidates else 0
+
+
+def denominator(method: str, selection: Selection) -> int:
+    """What the objective of a mini-batch is divided by."""
+    if method == "grpo":  # its tokens are averaged within each response
+        return selection.responses
+    if method == "20-entropy":  # drops tokens and still divides by all of them
+        return selection.tokens
+    return max(selection.kept, 1)
+
+
 # ============================================================= the update, Sec. 3.3, Algorithm 1
 
-# The methods that silence candidates; 20-entropy has a mask of its own.
-S2T_METHODS = ("stapo", "full-mask", "high-entropy", "random")
+
+@dataclass(frozen=True)
+class Episode:
+    """A response with all that its training step needs; `collect` makes it, nothing changes it."""
+
+    problem: dict
+    response: Response
+    reward: float
+    advantage: float
+    seed: int  # of its sampling
+    old: TokenStats  # under pi_old: (T,) float32 each, on the CPU
+    ref_logp: torch.Tensor | None = None  # (T,) under the starting model: for GRPO's KL
 
 
-def micro_batches(episodes: list[Episode], budget: int) -> list[list[Episode]]:
-    """Sorted by length and cut so that rows x longest row stays within `budget` tokens.
+def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
+    """Places in `lengths`, longest first, cut so that rows x longest row stays within `budget`.
 
     Every rank gets the same number of batches: the short ones end with empty batches, whose
     forward keeps the ranks' collectives in step.
     """
-    batches: list[list[Episode]] = []
-    for episode in sorted(episodes, key=lambda e: e.response.length, reverse=True):
-        if batches and (len(batches[-1]) + 1) * batches[-1][0].response.length <= budget:
-            batches[-1].append(episode)
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
+            batches[-1].append(place)
         else:
-            batches.append([episode])
+            batches.append([place])
     return batches + [[]] * (all_max(len(batches)) - len(batches))
 
 
-def forward(model: Model, batch: list[Episode]) -> tuple[torch.Tensor, ...]:
-    """logp, entropy, collision, response_mask of a micro-batch: (B, L); an empty one is a dummy."""
-    stop.leave_if_asked()  # every rank calls this equally often
-    responses = [e.response for e in batch] or [Response([0], [0], False, "")]
-    input_ids, attention_mask, mask = pad_batch(responses, model.device)
-    return *model.token_stats(input_ids, attention_mask, mask), mask
+def forward(
+    model: Model, batch: list[Response], *, logp_only: bool = False
+) -> tuple[TokenStats, torch.Tensor]:
+    """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
+    input_ids, attention_mask, mask = pad_batch(batch or [Response([0], [0], False, "")])
+    on_device = [tensor.to(model.device) for tensor in (input_ids, attention_mask, mask)]
+    return model.token_stats(*on_device, logp_only=logp_only), on_device[2]
 
 
 def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
@@ -316,114 +411,126 @@ def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def token_statistics(
-    model: Model, episodes: list[Episode], cfg: Config
-) -> list[tuple[Episode, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(episode, logp, entropy, collision) of each, under this model: (T,) float32 on the CPU."""
-    statistics = []
-    batches = micro_batches(episodes, cfg.tokens_per_micro_batch)
-    for batch in distributed.progress(batches, "score"):
-        *stats, mask = forward(model, batch)
-        stats = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the whole batch
-        rows = stats.split([len(e.response.ids) for e in batch], dim=1) if batch else []
-        statistics += [(episode, *row) for episode, row in zip(batch, rows, strict=True)]
-    distributed.reshard(model)
-    return statistics
+def token_statistics(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
+    """Of each response, in their order, under this model: (T,) float32 on the CPU.
 
-
-def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> None:
-    """Algorithm 1: p and H under the current policy, of those responses that the mask looks at."""
-    if cfg.method == "20-entropy" or (cfg.method == "stapo" and cfg.quantile_over == "all"):
-        needed = episodes
-    elif cfg.method in S2T_METHODS:
-        needed = [e for e in episodes if e.advantage > 0]  # only they can hold candidates
-    else:
-        return
-    for e, logp, entropy, collision in token_statistics(model, needed, cfg):
-        e.logp, e.entropy, e.collision = logp, entropy, collision
-
-
-def form_mask(episodes: list[Episode], cfg: Config) -> dict[str, float]:
-    """Decide once for the whole mini-batch, over all ranks, which tokens carry a gradient.
-
-    Sets `keep` and `tau_h` of every episode. Returns the objective's denominator, the global
-    counts of candidates and silenced tokens, and whether all statistics are finite. An ablation
-    is STAPO with another number in the entropy's place.
+    budget: tokens of a micro-batch.
     """
-    lengths = torch.tensor([len(e.response.ids) for e in episodes])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
-    logp = pad_like([e.logp for e in episodes], mask)
-    entropy = pad_like([e.entropy for e in episodes], mask)
-    advantages = torch.tensor([e.advantage for e in episodes])
-    ranked_by = entropy
-    if cfg.method == "high-entropy":
-        ranked_by = -entropy
-    elif cfg.method == "random":
-        ranked_by = pad_like([e.noise for e in episodes], mask)
-    candidates, tau_h = torch.zeros_like(mask), torch.tensor(-math.inf)
-    if cfg.method in S2T_METHODS:
-        s2t = {"logp": logp, "advantages": advantages, "entropy": ranked_by, "mask": mask}
-        candidates = spurious_mask(**s2t, tau_p=cfg.tau_p, tau_h=math.inf)
-        among = mask if cfg.quantile_over == "all" else candidates
-        tau_h = quantile(all_cat(ranked_by[among]), cfg.q)
-    silenced = candidates if cfg.method == "full-mask" else candidates & (ranked_by < tau_h)
-    keep = mask & ~silenced
-    if cfg.method == "20-entropy":
-        keep = mask & (entropy >= quantile(all_cat(entropy[mask]), 0.8))
-    for e, row, length in zip(episodes, keep, lengths.tolist(), strict=True):
-        e.keep, e.tau_h = row[:length], float(tau_h)
-    unusable = mask & ~(logp.isfinite() & entropy.isfinite())
-    counts = {"responses": len(episodes), "averaged": (mask & ~silenced).sum()}
-    counts |= {"candidates": candidates.sum(), "silenced": silenced.sum()}
-    totals = all_sum(counts | {"unusable": unusable.sum()})
-    # 20-entropy drops tokens and still divides by all of them; GRPO divides by responses
-    totals["denominator"] = max(totals["responses" if cfg.method == "grpo" else "averaged"], 1.0)
-    return totals | {"finite": totals["unusable"] == 0}
+    found: dict[int, TokenStats] = {}
+    for places in progress.track(micro_batches([r.length for r in responses], budget), "score"):
+        stats, mask = forward(model, [responses[i] for i in places])
+        if places:
+            flat = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
+            rows = flat.split([len(responses[i].ids) for i in places], dim=1)
+            found |= {i: TokenStats(*row) for i, row in zip(places, rows, strict=True)}
+    distributed.reshard(model)
+    return [found[i] for i in range(len(responses))]
+
+
+def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[TokenStats]:
+    """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta.
+
+    Only responses that choose_tokens looks at are forwarded; the others keep pi_old's numbers.
+    """
+    if cfg.method in ("justrl", "grpo"):
+        needed = []
+    elif cfg.method == "20-entropy" or cfg.quantile_over == "all":
+        needed = list(range(len(episodes)))
+    else:  # only right responses can hold candidates
+        needed = [i for i, e in enumerate(episodes) if e.advantage > 0]
+    responses = [episodes[i].response for i in needed]
+    fresh = token_statistics(model, responses, cfg.tokens_per_micro_batch)
+    current = dict(zip(needed, fresh, strict=True))
+    return [current.get(i, e.old) for i, e in enumerate(episodes)]
+
+
+def form_mask(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> Selection:
+    """Decide once for a whole mini-batch, over all ranks, which tokens carry a gradient.
+
+    stats: p and H of each episode's tokens, from statistics_pass.
+    """
+    lengths = [len(s.logp) for s in stats]
+    advantages = [torch.full((n,), e.advantage) for e, n in zip(episodes, lengths, strict=True)]
+    logp, entropy, advantages = (
+        all_cat(torch.cat(rows))  # (N,), every rank's
+        for rows in ([s.logp for s in stats], [s.entropy for s in stats], advantages)
+    )
+    noise = None
+    if cfg.method == "random":
+        # One number for each token of the rollout: of its response's own random numbers, those at
+        # positions that sampling never uses.
+        places = [-1 - torch.arange(n) for n in lengths]
+        noise = [uniform(torch.tensor(e.seed), at) for e, at in zip(episodes, places, strict=True)]
+        noise = all_cat(torch.cat(noise).float())
+    thresholds = {"tau_p": cfg.tau_p, "q": cfg.q, "quantile_over": cfg.quantile_over}
+    keep, candidates, tau_h = choose_tokens(
+        cfg.method, logp, advantages, entropy, noise, **thresholds
+    )
+    of_ranks = gather((sum(lengths), len(episodes)))  # tokens and responses of each rank
+    start = sum(tokens for tokens, _ in of_ranks[: rank()])
+    own = keep[start : start + sum(lengths)]
+    return Selection(
+        keep=list(own.split(lengths)),
+        tau_h=tau_h,
+        responses=sum(responses for _, responses in of_ranks),
+        tokens=len(keep),
+        kept=int(keep.sum()),
+        candidates=int(candidates.sum()),
+        finite=bool(logp.isfinite().all() and entropy.isfinite().all()),
+    )
 
 
 def batch_loss(
-    cfg: Config, batch: list[Episode], logp: torch.Tensor, mask: torch.Tensor, denominator: float
+    batch: list[Episode],
+    keep: list[torch.Tensor],
+    logp: torch.Tensor,
+    mask: torch.Tensor,
+    divisor: float,
+    cfg: Config,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a micro-batch under --method, and its ratio sums. logp, mask (B, L)."""
-    old_logp = pad_like([e.old_logp for e in batch], mask)
+    old_logp = pad_like([e.old.logp for e in batch], mask)
     advantages = torch.tensor([e.advantage for e in batch], device=mask.device)
     eps_high = cfg.eps_low if cfg.method == "grpo" else cfg.eps_high
     clip = {"eps_low": cfg.eps_low, "eps_high": eps_high}
     sums = ratio_sums(logp, old_logp, advantages, mask, **clip)
     if cfg.method == "grpo":
         # without a KL term no reference is loaded: pi_theta itself makes the term zero
-        ref_logp = pad_like([e.ref_logp for e in batch], mask) if cfg.beta else logp.detach()
+        ref_logp = pad_like([e.ref_logp for e in batch], mask) if with_kl(cfg) else logp.detach()
         args = logp, old_logp, ref_logp, advantages, mask
-        options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
+        options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": divisor}
         return grpo_loss(*args, **options), sums
-    keep = pad_like([e.keep for e in batch], mask)
-    return clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=denominator), sums
+    keep = pad_like(keep, mask)
+    return clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=divisor), sums
 
 
-def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], cfg: Config) -> dict:
-    """One optimiser step on a mini-batch whose mask is formed from the episodes' logp and entropy.
+def with_kl(cfg: Config) -> bool:
+    return cfg.method == "grpo" and cfg.beta > 0
+
+
+def update(
+    model: Model, optimizer: Optimizer, episodes: list[Episode], selection: Selection, cfg: Config
+) -> dict[str, float]:
+    """One optimiser step on a mini-batch. Returns the ratio sums and the loss over all ranks.
 
     Responses with A = 0 have no gradient (without a KL term) and are left out of the passes; they
-    stay in the denominator. Without an optimiser nothing but the mask is computed. Returns the
-    sums of form_mask and ratio_sums over all ranks, the loss and the gradient's norm.
+    stay in the denominator. The step is left out, `finite` 0, where something is not finite.
     """
-    totals = form_mask(episodes, cfg)
-    if optimizer is None:
-        return totals
     # FSDP averages gradients over ranks, so a global denominator is divided by their number.
-    denominator = totals["denominator"] / world_size()
-    with_kl = cfg.method == "grpo" and cfg.beta != 0
-    trained = [e for e in episodes if e.advantage != 0 or with_kl]
+    divisor = denominator(cfg.method, selection) / world_size()
+    trained = [i for i, e in enumerate(episodes) if e.advantage != 0 or with_kl(cfg)]
+    lengths = [episodes[i].response.length for i in trained]
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
     optimizer.zero_grad()
-    batches = micro_batches(trained, cfg.tokens_per_micro_batch)
-    for batch in distributed.progress(batches, "update"):
-        logp, _, _, mask = forward(model, batch)
+    for places in progress.track(micro_batches(lengths, cfg.tokens_per_micro_batch), "update"):
+        batch = [episodes[trained[i]] for i in places]
+        keep = [selection.keep[trained[i]] for i in places]
+        stats, mask = forward(model, [e.response for e in batch], logp_only=True)
         if not batch:
-            (logp.sum() * 0).backward()
+            (stats.logp.sum() * 0).backward()
             continue
-        loss, sums = batch_loss(cfg, batch, logp, mask, denominator)
+        loss, sums = batch_loss(batch, keep, stats.logp, mask, divisor, cfg)
         loss.backward()
         for name, value in {"loss": loss.detach() / world_size(), **sums}.items():
             local[name] += value.double()
@@ -433,14 +540,24 @@ def update(model: Model, optimizer: Optimizer | None, episodes: list[Episode], c
             parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    totals |= all_sum(local) | {"grad_norm": norm}
-    totals["finite"] &= math.isfinite(norm) and math.isfinite(totals["loss"])
-    if totals["finite"]:
+    totals = all_sum(local) | {"grad_norm": norm}
+    finite = selection.finite and math.isfinite(norm) and math.isfinite(totals["loss"])
+    if finite:
         optimizer.step()
-    return totals
+    model.zero_grad()  # gradients take no memory in what follows
+    return totals | {"finite": finite}
 
 
 # ============================================================= collecting a rollout batch, Sec. 2.2
+
+
+class Task(NamedTuple):
+    """What a run is given beside its model."""
+
+    tokenizer: Tokenizer
+    problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" for a reward of one's own
+    reward: Callable[[str, dict], float]
+    suite: evaluation.Suite  # of the evaluations on the way
 
 
 def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]:
@@ -453,53 +570,90 @@ def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]
 
 
 def collect(
-    model: Model,
-    tokenizer: Tokenizer,
-    problems: list[dict],
-    step: int,
-    cfg: Config,
-    reward: Callable[[str, dict], float],
+    model: Model, reference: Model | None, task: Task, step: int, cfg: Config
 ) -> list[list[Episode]]:
     """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
     """
-    indices = batch_indices(step, len(problems), cfg.batch_size, cfg.seed)
+    chosen = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
     starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)
     prompts = [start + i for start in starts for i in range(share)]  # this rank's, in the batch
     pairs = [(prompt, member) for prompt in prompts for member in range(cfg.group_size)]
-    chosen = [problems[indices[prompt]] for prompt, _ in pairs]
+    posed = [task.problems[chosen[prompt]] for prompt, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, *pair) for pair in pairs]
-    with distributed.unsharded(model):
-        responses = stop.interruptible(sample)(
-            model,
-            tokenizer,
-            [problem["prompt_ids"] for problem in chosen],
+    with distributed.gathered(model) as policy, stop.together():
+        responses = sample(
+            policy,
+            task.tokenizer,
+            [problem["prompt_ids"] for problem in posed],
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
             seed=seeds,
-            progress="rollout" if rank() == 0 else None,
+            progress="rollout",
+            poll=stop.poll,
         )
-    stop.leave_if_asked()
-    rewards = bookkeeping.grade(reward, responses, chosen)
-    groups = torch.tensor(rewards).view(-1, cfg.group_size)  # (P, G)
-    advantages = group_advantages(groups).flatten().tolist()  # (P G,)
-    episodes = list(map(Episode, chosen, responses, rewards, advantages))
-    for e, logp, entropy, collision in token_statistics(model, episodes, cfg):
-        e.logp, e.entropy, e.collision = logp, entropy, collision
-        e.old_logp = logp
-    for e, seed in zip(episodes, seeds, strict=True):  # at negative positions: sampling uses none
-        e.noise = uniform(torch.tensor(seed), -1 - torch.arange(len(e.logp))).float()
+    rewards = grade(task.reward, responses, posed)
+    advantages = group_advantages(torch.tensor(rewards).view(-1, cfg.group_size))  # (P, G)
+    old = token_statistics(model, responses, cfg.tokens_per_micro_batch)
+    ref_logp = [None] * len(responses)
+    if reference:
+        scores = token_statistics(reference, responses, cfg.tokens_per_micro_batch)
+        ref_logp = [stats.logp for stats in scores]
+    stop.leave_if_asked()  # updates that have begun are finished, so the last chance for a while
+    columns = posed, responses, rewards, advantages.flatten().tolist(), seeds, old, ref_logp
+    episodes = [Episode(*row) for row in zip(*columns, strict=True)]
     size = share * cfg.group_size
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
 
+def grade(
+    reward: Callable[[str, dict], float], responses: list[Response], problems: list[dict]
+) -> list[float]:
+    """The reward of each response; an error on any rank is raised on all of them."""
+    rewards, failure = [], None
+    try:
+        rewards = [reward(r.text, p) for r, p in zip(responses, problems, strict=True)]
+    except RewardError as error:
+        failure = str(error)
+    failures = [failure for failure in gather(failure) if failure]
+    if failures:
+        raise RewardError(failures[0])
+    return rewards
+
+
+# ============================================================== metrics; docs/reference.md has each
+
+
+def rollout_metrics(episodes: list[Episode], tau_p: float) -> dict[str, float | None]:
+    """Under pi_old, over every response of every rank; right is reward > 0."""
+    right = [e for e in episodes if e.reward > 0]
+    sums = {"responses": len(episodes), "right": len(right)}
+    sums["low_prob"] = sum(int((e.old.logp.exp() < tau_p).sum()) for e in right)
+    sums["right_tokens"] = sum(len(e.response.ids) for e in right)
+    sums["tokens"] = sum(len(e.response.ids) for e in episodes)
+    sums["truncated"] = sum(e.response.truncated for e in episodes)
+    sums["reward"] = sum(e.reward for e in episodes)
+    sums["zero_advantage"] = sum(e.advantage == 0 for e in episodes)
+    total = all_sum(sums)
+    count, right_tokens = total["responses"], total["right_tokens"]
+    return {
+        "reward": total["reward"] / count,
+        "accuracy": total["right"] / count,
+        "zero_advantage_fraction": total["zero_advantage"] / count,
+        "low_prob_fraction": total["low_prob"] / right_tokens if right_tokens else None,
+        "tokens": int(total["tokens"]),
+        "response_length": total["tokens"] / count,
+        "truncated_fraction": total["truncated"] / count,
+    }
+
+
 def entropy_metrics(episodes: list[Episode]) -> dict[str, float]:
     """Token entropy under pi_old over every rank's responses, in nats, and the sampling check."""
-    entropy = all_cat(torch.cat([e.entropy for e in episodes]))
-    old_logp = all_cat(torch.cat([e.old_logp for e in episodes]))
-    gap, z = sampling_gap(old_logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
+    entropy = all_cat(torch.cat([e.old.entropy for e in episodes]))
+    logp = all_cat(torch.cat([e.old.logp for e in episodes]))
+    gap, z = sampling_gap(logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
     shares = torch.tensor([0.5, 0.8, 0.95, 0.99], dtype=torch.float64)
     names = ("entropy_p50", "entropy_p80", "entropy_p95", "entropy_p99")
     named = dict(zip(names, quantile(entropy, shares).tolist(), strict=True))
@@ -507,58 +661,194 @@ def entropy_metrics(episodes: list[Episode]) -> dict[str, float]:
     return named | {"sampling_gap": float(gap), "sampling_z": float(z)}
 
 
+def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str, float | None]:
+    """What the mini-batches of a step add up to; without updates the shares are None."""
+    total = {key: sum(u[key] for u in updates) for key in (updates or [{}])[0]}
+    forwarded = total.get("tokens", 0)
+
+    def per_token(key: str) -> float | None:
+        return total[key] / forwarded if forwarded else None
+
+    def mean(key: str) -> float | None:
+        return total[key] / len(updates) if updates else None
+
+    return {
+        "candidates": sum(s.candidates for s in selections),
+        "silenced": sum(s.silenced for s in selections),
+        "silenced_fraction": sum(s.silenced for s in selections)
+        / sum(s.tokens for s in selections),
+        "clip_low": per_token("clip_low"),
+        "clip_high": per_token("clip_high"),
+        "ratio_mean": per_token("ratio_sum"),
+        "loss": mean("loss"),
+        "grad_norm": mean("grad_norm"),
+        "skipped_updates": len(updates) - total.get("finite", 0),
+    }
+
+
+def dump(
+    run: RunFolder,
+    model: Model,
+    task: Task,
+    mini_batches: list[list[Episode]],
+    step: int,
+    cfg: Config,
+) -> None:
+    """Write dumps/step_N.json for scripts/figures.py: right responses, as pi_old sees them."""
+    responses = []
+    for mini_batch in mini_batches:
+        selection = form_mask(mini_batch, [e.old for e in mini_batch], cfg)
+        for e, keep in zip(mini_batch, selection.keep, strict=True):
+            p = e.old.logp.exp()
+            about = e.problem["problem"], e.problem["answer"], e.response.prompt_ids, e.response.ids
+            silenced = (p < cfg.tau_p) & ~keep  # 20-entropy drops other tokens, too
+            stats = p, e.old.entropy, e.old.collision
+            responses.append(DumpedResponse(*about, e.advantage, silenced, *stats, selection.tau_h))
+    made = make_dump(
+        [response for response in responses if response.advantage > 0],
+        step=step,
+        method=cfg.method,
+        tau_p=cfg.tau_p,
+        all_tokens=sum(len(response.ids) for response in responses),
+        seed=cfg.seed,
+        decode=functools.partial(to_text, task.tokenizer),
+        likeliest=model.likeliest,
+    )
+    distributed.reshard(model)
+    run.write_dump(made)
+
+
+def sample_row(episode: Episode) -> dict:
+    """A response for samples.jsonl and for the reader's eye."""
+    row = {"problem": episode.problem["problem"], "gold": episode.problem["answer"]}
+    row |= {"response": episode.response.text, "reward": episode.reward}
+    return row | {"advantage": episode.advantage}
+
+
 # ============================================================================== the training loop
+
+
+def check_flags(cfg: Config) -> None:
+    """Refuse flags that cannot work; raises InputError naming the flag."""
+
+    def need(name: str, holds: bool, why: str) -> None:
+        if not holds:
+            raise InputError(f"--{name} {getattr(cfg, name)}: {why}")
+
+    need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
+    need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
+    need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
+    v1 = cfg.quantile_over == "all"
+    need("quantile_over", cfg.method == "stapo" or not v1, "a definition of --method stapo alone")
+    default_beta = cfg.beta == Config.beta
+    need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
+    sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
+    for name in (*sizes.split(), "tokens_per_micro_batch"):
+        need(name, getattr(cfg, name) >= 1, "has to be at least 1")
+    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes eval_every"
+    for name in (*rates.split(), "dump_every", "log_samples", "threads"):
+        need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
+    need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
+    whole = cfg.batch_size % cfg.mini_batch_size == 0
+    need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
+    whole = cfg.mini_batch_size % world_size() == 0
+    need("mini_batch_size", whole, f"not a multiple of {world_size()} ranks")
+
+
+def load_task(cfg: Config) -> Task:
+    """Everything that can be wrong with the flags is found here; prompts too long are dropped."""
+    check_flags(cfg)
+    tokenizer, reward = load_tokenizer(cfg.model), load_reward(cfg.reward)
+    names = cfg.eval_benchmarks if cfg.eval_every else []
+    suite = evaluation.load_benchmarks(names, flag="--eval_benchmarks")
+    problems = load_problems(cfg.data, whole_rows=bool(cfg.reward), progress=f"reading {cfg.data}")
+    for problem in progress.track(problems, "encoding prompts"):
+        problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
+    kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
+    if not kept:
+        raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
+    dropped = len(problems) - len(kept)
+    progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
+    return Task(tokenizer, kept, reward, suite)
+
+
+def evaluated(model: Model, task: Task, cfg: Config) -> dict | None:
+    """Scores on --eval_benchmarks; None where a stop was asked for meanwhile."""
+    names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
+    options = {name: getattr(cfg, name) for name in names}
+    with distributed.gathered(model) as policy:
+        return evaluation.evaluate(policy, task.tokenizer, task.suite, **options)
 
 
 def train(cfg: Config) -> None:
     """Algorithm 1, --steps times."""
-    bookkeeping.check_flags(cfg)
-    tokenizer = load_tokenizer(cfg.model)
-    problems = bookkeeping.training_problems(cfg, tokenizer)
-    reward = load_reward(cfg.reward)
-    names = cfg.eval_benchmarks if cfg.eval_every else []
-    suite = evaluation.load_benchmarks(names, flag="--eval_benchmarks")
-    run = Run(cfg)
-    model, reference, optimizer = bookkeeping.load_policies(cfg, run.checkpoint)
-    with run.holding(model, optimizer, tokenizer):
-        for step in run.steps():
+    task = load_task(cfg)
+    output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
+    run = RunFolder(output, asdict(cfg), resume=bool(cfg.resume))
+    model = load_policy(str(run.checkpoint or cfg.model))
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    reference = load_policy(cfg.model) if with_kl(cfg) else None
+    options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, **options)
+    training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
+    if run.checkpoint and training:
+        load_optimizer(run.checkpoint, model, optimizer)
+    report = progress.Steps(cfg.steps, run.step, cfg.method)
+    not_finite, ended_early = 0, None
+    stop.listen()
+    try:
+        for step in range(run.step + 1, cfg.steps + 1):
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
-            mini_batches = collect(model, tokenizer, problems, step, cfg, reward)
+            began = time.time()
+            mini_batches = collect(model, reference, task, step, cfg)
             episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
-            if reference:
-                for episode, ref_logp, *_ in token_statistics(reference, episodes, cfg):
-                    episode.ref_logp = ref_logp
-            run.write(entropy_metrics(episodes), bookkeeping.rollout_metrics(episodes, cfg))
-            if run.is_due(cfg.dump_every):
-                for mini_batch in mini_batches:
-                    form_mask(mini_batch, cfg)
-                run.dump(episodes)
-            run.stopwatch("rollout_seconds")
+            line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
+            if is_due(step, cfg.dump_every):
+                dump(run, model, task, mini_batches, step, cfg)
+            line["rollout_seconds"], sampled = time.time() - began, time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            lr, totals = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps)), []
-            if optimizer:
-                optimizer.param_groups[0]["lr"] = lr
+            lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
+            optimizer.param_groups[0]["lr"] = lr
+            selections, updates = [], []
             for number, mini_batch in enumerate(mini_batches):
-                if optimizer and number > 0:  # before the first, pi_theta = pi_old
-                    statistics_pass(model, mini_batch, cfg)
-                totals.append(update(model, optimizer, mini_batch, cfg))
-                run.check_finite(totals[-1]["finite"])
-            model.zero_grad()  # gradients take no memory in what follows
+                stats = [e.old for e in mini_batch]  # right as long as pi_theta is pi_old
+                if number > 0 and training:
+                    stats = statistics_pass(model, mini_batch, cfg)
+                selections.append(form_mask(mini_batch, stats, cfg))
+                if training:
+                    updates.append(update(model, optimizer, mini_batch, selections[-1], cfg))
+                    not_finite = 0 if updates[-1]["finite"] else not_finite + 1
+                if not_finite == 3:
+                    raise InputError(f"step {step}: three updates in a row were not finite")
 
             # 3. Write down what happened; evaluate and save when it is time.
-            run.write(bookkeeping.update_metrics(totals), {"lr": lr})
-            run.stopwatch("update_seconds")
-            if run.is_due(cfg.eval_every):
-                with distributed.unsharded(model):
-                    run.write({"eval": evaluation.evaluate(model, tokenizer, suite, cfg, stop)})
-            run.end_step(episodes)
-            run.save_if_due()
+            line |= update_metrics(selections, updates) | {"lr": lr}
+            line["update_seconds"] = time.time() - sampled
+            line["tokens_per_second"] = line["tokens"] / (time.time() - began)
+            line["peak_memory_gb"] = peak_memory_gb()
+            if is_due(step, cfg.eval_every):
+                line["eval"] = evaluated(model, task, cfg)
+            samples = [sample_row(episode) for episode in episodes[: max(1, cfg.log_samples)]]
+            run.end_step(line, samples[: cfg.log_samples])
+            report.done(line, samples[0])
+            if training and run.save_is_due(cfg.save_every, cfg.save_minutes):
+                run.save(model, optimizer, task.tokenizer, cfg.keep_last)
+            stop.leave_if_asked()
+    except (Stopped, RewardError) as error:  # neither comes amid updates: weights are a step's end
+        ended_early = error
+    if training:
+        run.save(model, optimizer, task.tokenizer, cfg.keep_last)
+    report.close(run.lines(), str(run.path), training)
+    if isinstance(ended_early, RewardError):
+        raise ended_early
 
 
 def main(argv: list[str] | None = None) -> None:
     with distributed.session("stapo.py"):
-        cfg = bookkeeping.parse_flags(Config, __doc__.split("\n")[0], argv)
+        progress.quiet_libraries()
+        cfg = parse_flags(Config, __doc__.split("\n")[0], argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         train(cfg)
 

@@ -6,18 +6,16 @@ GPU: FSDP2's mixed precision is what keeps float32 master weights beside bfloat1
 """
 
 import contextlib
+import itertools
 import os
-import shlex
 import sys
-import types
-import warnings
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -25,16 +23,20 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel as Model
 
-from rollout import Model, check_head, likeliest, load_model, token_stats
-from support.errors import InputError, RewardError
-
-# The name that older transformers have works in newer ones.
-warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")
+from support.errors import InputError
 
 # ------------------------------------------------------------------------------------------ ranks
+
+# Two limits on how long a collective may take. FSDP2's run on NCCL and last milliseconds: after
+# half an hour something is wrong, and NCCL's watchdog ends the job. Where one rank waits for
+# another's rollout, evaluation or download, however long these are, it waits in a collective of
+# this file, on a gloo group whose limit is never reached.
+LIMIT, PATIENCE = timedelta(minutes=30), timedelta(days=30)
+
+patient: dist.ProcessGroup | None = None  # the gloo group of this file's collectives
 
 
 def device() -> torch.device:
@@ -46,19 +48,26 @@ def device() -> torch.device:
 
 def start() -> None:
     """Join torchrun's process group (nccl or gloo); alone on CUDA, a group of one; else none."""
+    global patient
     cuda = device().type == "cuda"
     if cuda:
         torch.cuda.set_device(device())
         # cuDNN's attention plans anew for every shape, and decoding has a new one at each token.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        # A product of bfloat16 matrices may be cut into parts; their sums stay float32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    options = {"backend": "cpu:gloo,cuda:nccl" if cuda else "gloo", "timeout": LIMIT}
     if "RANK" in os.environ:
-        # Ranks wait for each other's rollouts and evaluations, however long these take. For a rank
-        # that has failed nobody waits, as torchrun ends the others.
-        patience = timedelta(days=30)
-        dist.init_process_group(backend, timeout=patience)
+        dist.init_process_group(**options)
     elif cuda:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(**options, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized():
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def finish() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -67,24 +76,33 @@ def session(program: str) -> Iterator[None]:
     start()
     try:
         yield
-    except (InputError, RewardError) as error:  # the same on every rank
-        sys.exit(f"{program}: {error}" if rank() == 0 else 1)
-    except OSError as error:  # a full disk, say, which can be one rank's
-        sys.exit(f"{program}: {error}" + f" (rank {rank()})" * (world_size() > 1))
-    finally:
+    except BaseException as error:
+        if world_size() > 1:
+            end_process(program, error)
         finish()
+        if isinstance(error, (InputError, OSError)):  # OSError: a full disk, say
+            sys.exit(f"{program}: {error}")
+        raise
+    finish()
 
 
-class Parser(HfArgumentParser):
-    """Reads @file as a command line: many flags to a line, quotes, comments. Errors come once."""
+def end_process(program: str, error: BaseException) -> NoReturn:
+    """Say what has failed on this rank and end its process; torchrun then ends the others.
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
-
-    def error(self, message: str) -> NoReturn:
-        if rank() > 0:  # rank 0 says it
-            sys.exit(2)
-        super().error(message)
+    The process group is left as it is: tearing NCCL's down waits for the other ranks, which wait
+    for this one, so that the job would hang and the error would never be seen.
+    """
+    code = 1
+    if isinstance(error, SystemExit):  # of the parser, which has said why
+        code = error.code if isinstance(error.code, int) else 1
+    elif isinstance(error, (InputError, OSError)):
+        print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
+    else:
+        print(f"{program}: rank {rank()} has failed", file=sys.stderr)
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def rank() -> int:
@@ -96,16 +114,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def finish() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def all_sum(values: dict[str, Any]) -> dict[str, float]:
     """Sums over ranks of numbers or 0-dim tensors, in float64 so that counts stay exact."""
     sums = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=patient)
     return dict(zip(values, sums.tolist(), strict=True))
 
 
@@ -114,7 +127,7 @@ def all_max(value: int) -> int:
     if not dist.is_initialized():
         return value
     largest = torch.tensor(value)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=patient)
     return int(largest)
 
 
@@ -123,11 +136,11 @@ def all_cat(values: torch.Tensor) -> torch.Tensor:
     if not dist.is_initialized():
         return values
     counts = [torch.zeros((), dtype=torch.long) for _ in range(world_size())]
-    dist.all_gather(counts, torch.tensor(len(values)))
+    dist.all_gather(counts, torch.tensor(len(values)), group=patient)
     padded = torch.zeros(int(max(counts)), dtype=values.dtype, device=values.device)
     padded[: len(values)] = values
     parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=patient)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
@@ -135,7 +148,7 @@ def broadcast(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(values)
+        dist.broadcast_object_list(values, group=patient)
     return values[0]
 
 
@@ -144,58 +157,22 @@ def gather(value: Any) -> list:
     values = [value]
     if dist.is_initialized():
         values = [None] * world_size()
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=patient)
     return values
 
 
 def barrier() -> None:
     if dist.is_initialized():
-        dist.barrier()
-
-
-def progress(items: list, name: str) -> Iterable:
-    """The items, with a bar on rank 0 that leaves no trace."""
-    return tqdm(items, desc=name, leave=False, disable=rank() > 0)
+        dist.barrier(group=patient)
 
 
 # --------------------------------------------------------------------------------------- sharding
 
 
-def load_policy(name: str) -> Model:
-    """A model with float32 weights, sharded where there is a process group.
-
-    Its methods token_stats and likeliest are rollout.py's functions.
-    """
-    whole = load_model(name) if rank() == 0 else None
-    if rank() == 0:
-        check_head(whole)
-    if not dist.is_initialized():
-        model = whole
-        model.token_stats = types.MethodType(token_stats, model)
-        model.likeliest = types.MethodType(likeliest, model)
-        return model
-    # Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
-    # shards, and receives its own: no GPU ever holds the whole float32 model.
-    config = AutoConfig.from_pretrained(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    shard(model)
-    model.to_empty(device=device())
-    for module in model.modules():  # rotary frequencies are computed, not stored
-        if next(module.buffers(recurse=False), None) is not None:
-            model._init_weights(module)
-    weights = whole.state_dict() if rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-    if rank() == 0:
-        model.generation_config = whole.generation_config
-    model.generation_config = broadcast(model.generation_config)
-    return model.eval()
-
-
-def shard(model: Model) -> None:
+def shard(model: Model, methods: tuple[str, ...] = ()) -> None:
     """FSDP2: each decoder layer is a group; embedding, norm and head are the root's.
 
+    `methods` names what is called beside forward: FSDP2 gathers the root's weights around it.
     Raises InputError for a model whose decoder layers are not under the usual name.
     """
     if not hasattr(model.base_model, "layers"):
@@ -207,10 +184,8 @@ def shard(model: Model) -> None:
     for layer in model.base_model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    # The chunked head needs the root's parameters: it has to run inside one hooked method.
-    for method in (token_stats, likeliest):
-        setattr(model, method.__name__, types.MethodType(method, model))
-        register_fsdp_forward_method(model, method.__name__)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
 
 
 def reshard(model: Model) -> None:
@@ -221,28 +196,28 @@ def reshard(model: Model) -> None:
 
 
 @contextlib.contextmanager
-def unsharded(model: Model) -> Iterator[None]:
-    """All weights on every rank, gathered once (bfloat16 on CUDA): decoding gathers nothing.
+def gathered(model: Model) -> Iterator[Model]:
+    """A model to sample from, with all weights on every rank (bfloat16 on CUDA).
 
-    FSDP2's hooks rest meanwhile: there is nothing left to gather, and on the host they take a
-    quarter of a decoding step's time.
+    FSDP2 would gather the weights anew at every token, and its hooks alone take the host a quarter
+    of a decoding step. So the weights are gathered once, and a twin of the model, which was never
+    sharded, holds these very tensors: nothing is copied. Without sharding it is the model itself.
     """
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not groups:
+        yield model
+        return
+    with torch.device("meta"):  # an empty shell
+        twin = AutoModelForCausalLM.from_config(model.config).eval()
+    twin.generation_config = model.generation_config
     for group in groups:
-        group.set_reshard_after_forward(False, recurse=False)
         group.unshard()
-    hooks = [h for group in groups for h in (group._forward_pre_hooks, group._forward_hooks)]
-    before = [dict(h) for h in hooks]
-    for at_rest in hooks:
-        for key, function in list(at_rest.items()):
-            if getattr(function, "__module__", "").startswith("torch.distributed.fsdp"):
-                del at_rest[key]
     try:
-        yield
+        named = {"remove_duplicate": False}  # tied weights have two names
+        tensors = itertools.chain(model.named_parameters(**named), model.named_buffers(**named))
+        for name, tensor in tensors:
+            module, _, attribute = name.rpartition(".")
+            setattr(twin.get_submodule(module), attribute, tensor)
+        yield twin
     finally:
-        for h, all_hooks in zip(hooks, before, strict=True):
-            h.clear()
-            h.update(all_hooks)  # in their order
         reshard(model)
-        for group in groups:
-            group.set_reshard_after_forward(group is not model, recurse=False)

@@ -1,0 +1,155 @@
+"""How far the work has come: bars on a terminal, plain lines where stderr is a file.
+
+A log file keeps every refresh of a bar, so it gets none: a line for each training step, and for a
+phase of more than a minute a line a minute. Ranks other than 0 say nothing.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+
+from huggingface_hub.utils import disable_progress_bars
+from tqdm import tqdm
+from transformers.utils import logging
+
+from support.distributed import rank
+
+MINUTE = 60  # seconds
+
+
+def on_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+class Lines:
+    """The part of tqdm's interface that this project uses, as one line a minute on stderr."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self.total, self.name, self.count, self.postfix = total, name, 0, ""
+        self.began = self.spoke = time.monotonic()
+
+    def update(self, count: int = 1) -> None:
+        self.count += count
+        now = time.monotonic()
+        if now - self.spoke >= MINUTE:
+            self.spoke, minutes = now, (now - self.began) / 60
+            text = f"{self.name}: {self.count} of {self.total} after {minutes:.0f} min"
+            print(text + self.postfix, file=sys.stderr, flush=True)
+
+    def set_postfix(self, *, refresh: bool = True, **values: str) -> None:
+        """Words at the end of the next line; `refresh` is tqdm's and means nothing here."""
+        self.postfix = "".join(f", {key} {value}" for key, value in values.items())
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def bar(total: int, name: str | None) -> "tqdm | Lines":
+    """Progress over `total` items; None as a name is silence. It leaves no trace on a terminal."""
+    if name is None or rank() > 0 or on_terminal():
+        return tqdm(total=total, desc=name, leave=False, disable=name is None or rank() > 0)
+    return Lines(total, name)
+
+
+def track(items: list, name: str) -> Iterator:
+    """The items, with a bar."""
+    with bar(len(items), name) as shown:
+        for item in items:
+            yield item
+            shown.update()
+
+
+class Steps:
+    """What a run tells its reader: of each step a few numbers, of some steps a response.
+
+    The numbers stand on a bar that stays, or are a line of a log.
+    """
+
+    def __init__(self, total: int, done: int, name: str) -> None:
+        self.total, self.warned = total, False
+        silent = rank() > 0 or not on_terminal()
+        self.bar = tqdm(total=total, initial=done, desc=name, disable=silent, dynamic_ncols=True)
+
+    def done(self, line: dict, sample: dict) -> None:
+        """A step is whole: its metrics, and a response as samples.jsonl has it."""
+        step = line["step"]
+        text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
+        text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update()
+        if not on_terminal():
+            seconds = line["rollout_seconds"] + line["update_seconds"]
+            warn(f"step {step} of {self.total}: {text}, {seconds:.1f} s")
+        # Steps 1, 2, 4, 8, ... and the last: most changes early, and a long run shows few.
+        if step & (step - 1) == 0 or step == self.total:
+            say(response_in_words(sample, step))
+        if not self.warned and abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005:
+            self.warned = True
+            warn(SAMPLING_WARNING.format(**line))
+
+    def close(self, lines: list[dict], folder: str, training: bool) -> None:
+        """Say what the run did, from the metrics of its steps, and what to do next."""
+        self.bar.close()
+        if not lines:
+            say(f"stopped before the first step was whole: nothing is in {folder}")
+            return
+        first, last = lines[0], lines[-1]
+        if training:
+            text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
+            text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
+            say(f"{text}(steps {first['step']} and {last['step']})")
+        else:
+            silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
+            say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
+        if training and last["step"] < self.total:
+            say(f"stopped after step {last['step']}; continue with --resume {folder}")
+        say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
+
+
+SAMPLING_WARNING = (
+    "step {step}: the sampler does not draw from the policy that is trained: -ln p of the sampled "
+    "tokens is {sampling_gap:+.4f} nats from the entropy on average (z = {sampling_z:+.1f}). "
+    "Look for a temperature, top-p, top-k, stale weights or another precision."
+)
+
+
+def response_in_words(sample: dict, step: int) -> str:
+    """A row of samples.jsonl for the reader's eye: the problem, the verdict, the response."""
+    text = sample["response"].strip()
+    text = text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
+    verdict = "right" if sample["reward"] > 0 else "wrong"
+    verdict += f" (the answer is {sample['gold']})" if sample["gold"] else ""
+    return f"--- step {step}, {verdict}: {sample['problem']}\n{text}"
+
+
+def say(text: str) -> None:
+    """Print on stdout, above any bar; on rank 0 alone."""
+    if rank() == 0:
+        tqdm.write(text)
+
+
+def warn(text: str) -> None:
+    """Print on stderr, above any bar; on rank 0 alone."""
+    if rank() == 0:
+        tqdm.write(text, file=sys.stderr)
+
+
+def quiet_libraries() -> None:
+    """Where a bar would go to a log file, the libraries that load and download draw none."""
+    if rank() > 0 or not on_terminal():
+        logging.disable_progress_bar()  # transformers
+        disable_progress_bars()  # downloads of huggingface_hub
+
+
+def quiet_datasets() -> None:
+    """The same for `datasets`, which is slow to import and so imported where it is needed."""
+    if rank() > 0 or not on_terminal():
+        import datasets
+
+        datasets.disable_progress_bars()
