@@ -46,8 +46,8 @@ from rollout import (
     pad_like,
     sample,
     sampling_gap,
-    to_text,
     score,
+    to_text,
 )
 from support import distributed, progress
 from support.bookkeeping import (
