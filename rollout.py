@@ -9,10 +9,9 @@ distribution it was drawn from, and that distribution's collision probability (S
 import contextlib
 import functools
 import itertools
-import os
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,16 +26,18 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     PreTrainedConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
 from support import distributed
-from support.decoding import CACHE_BLOCK, decoding_loop, suited, until_stop
+from support.decoding import CACHE_BLOCK, CHECK_EVERY, decoding_loop, until_stop
 from support.errors import InputError, first_line
 from support.progress import bar as progress_bar
-from support.progress import quiet_datasets
+from support.progress import quiet_datasets, say
 from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -71,7 +71,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
 
 
 def load_policy(name: str) -> Model:
-    """A model with float32 weights and `.token_stats`, sharded where there is a process group.
+    """A model with float32 weights and the methods below, sharded where there are ranks.
 
     Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
     shards and receives its own, so that no GPU ever holds the whole float32 model.
@@ -81,11 +81,11 @@ def load_policy(name: str) -> Model:
         check_head(whole)
     distributed.barrier()  # the others wait here, however long a download takes
     if not dist.is_initialized():
-        return with_token_stats(whole)
+        return with_methods(whole)
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    distributed.shard(with_token_stats(model), "token_stats")
+    distributed.shard(with_methods(model), METHODS)
     model.to_empty(device=distributed.device())
     for module in model.modules():  # rotary frequencies are computed, not stored
         if next(module.buffers(recurse=False), None) is not None:
@@ -97,13 +97,17 @@ def load_policy(name: str) -> Model:
     return model.eval()
 
 
-def with_token_stats(model: Model) -> Model:
-    """The model with `token_stats`, a function of this file, as a method.
+METHODS = ("token_stats", "likeliest")
 
-    The head's weight is used there outside the model's own forward. FSDP2 gathers weights around a
-    call of one of the model's methods alone, so that it has to be one.
+
+def with_methods(model: Model) -> Model:
+    """The model with two functions of this file as methods: token_stats and likeliest.
+
+    They use the head's weight outside the model's own forward. FSDP2 gathers weights around a call
+    of one of the model's methods alone, so that they have to be methods.
     """
-    model.token_stats = types.MethodType(token_stats, model)
+    for name in METHODS:
+        setattr(model, name, types.MethodType(globals()[name], model))
     return model
 
 
@@ -254,19 +258,26 @@ def sample(
     batch_size: int = 256,
     seed: int | list[int] = 0,
     progress: str | None = None,
-    poll=None,
+    poll: Callable[[], None] | None = None,
 ) -> list[Response]:
     """Sample one response for each prompt (repeat a prompt G times for a group of G).
 
     At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding.
     `seed` is one for each response, or one from which these are made. A response depends on its
     own prompt and seed and on the weights: what else is decoded beside it changes its rounding
-    alone (but see generate_in_batches). `progress` names a tqdm bar over responses.
+    alone. `progress` names a bar over responses. `poll` is called every CHECK_EVERY tokens; what
+    it raises ends the sampling.
+
+    A model with sliding windows or a recurrent state needs a cache of its own, which has no slots:
+    its prompts go in batches, each of which waits for its longest response. Plain `generate` draws
+    from torch's generator, so that a batch has one seed, that of its first response: what is
+    sampled depends on the batches then.
     """
-    if isinstance(seed, int):
-        seed = [mix_seed(seed, i) for i in range(len(prompts))]
+    if not prompts:
+        return []
+    seeds = [mix_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else seed
+    poll = poll or (lambda: None)
     stops = stop_ids(model, tokenizer)
-    bar = tqdm(total=len(prompts), desc=progress, leave=False, disable=progress is None)
     # Every field is named: those that a call leaves unset come from the model's generation_config
     # (Qwen3 ships top_k 20, top_p 0.95) or are transformers' own (top_k 50).
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
@@ -278,15 +289,54 @@ def sample(
         pad_token_id=tokenizer.pad_token_id,
         use_cache=True,
     )
-    with bar, decoding(model, config):
-        longest = max(map(len, prompts), default=0) + max_new_tokens
-        batch_size = rows_that_fit(model, longest, batch_size)
-        run = generate_in_slots if has_full_attention(model) else generate_in_batches
-        rows = run(model, prompts, seed, config, batch_size, bar) if prompts else []
+    size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size, top_p)
+    bar = progress_bar(len(prompts), progress)
+    with bar, ready_to_generate(model, config):
+        if has_full_attention(model):
+            loop = functools.partial(decoding_loop, slots=size, seeds=seeds, bar=bar, poll=poll)
+            rows = generate(model, prompts, config, custom_generate=loop)
+        else:
+            name = type(model).__name__
+            say_once(f"{name} needs a cache of its own: plain generate, in batches")
+            polls, rows = StoppingCriteriaList([Poll(poll)]), []
+            for start in range(0, len(prompts), size):
+                batch = prompts[start : start + size]
+                torch.manual_seed(seeds[start])
+                rows += generate(model, batch, config, stopping_criteria=polls)
+                bar.update(len(batch))
+    if model.device.type == "cuda":
+        # Else AdamW's moments and the update's gradients would settle in pieces of what the cache
+        # leaves behind, and memory that is free would be in no piece large enough.
+        torch.cuda.empty_cache()
     return [
         Response(prompt, ids, ids[-1] not in stops, to_text(tokenizer, ids, True))
         for prompt, ids in zip(prompts, rows, strict=True)
     ]
+
+
+def generate(
+    model: Model, prompts: list[list[int]], config: GenerationConfig, **options: Any
+) -> list[list[int]]:
+    """model.generate on all prompts, left-padded -> the ids of each response, its stop id last."""
+    width, pad, stops = max(map(len, prompts)), config.pad_token_id, set(config.eos_token_id)
+    rows = [[pad] * (width - len(p)) + p for p in prompts]
+    mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+    ids, mask = torch.tensor([rows, mask], device=model.device)  # (N, P) each
+    options |= {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
+    out = model.generate(ids, **options)  # (N, P + T)
+    return [until_stop(row.tolist(), stops) for row in out[:, width:].cpu()]
+
+
+class Poll(StoppingCriteria):
+    """Calls a function now and then, and ends no response."""
+
+    def __init__(self, poll: Callable[[], None]) -> None:
+        self.poll = poll
+
+    def __call__(self, input_ids: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+        if input_ids.shape[1] % CHECK_EVERY == 0:
+            self.poll()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) -> str:
@@ -295,29 +345,32 @@ def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) ->
     return tokenizer.decode([i for i in ids if i < size], skip_special_tokens=skip_special)
 
 
-def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
+def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> int:
     """batch_size, or on CUDA what fits: rows of `length` tokens in four fifths of free memory."""
     if model.device.type != "cuda":
         return batch_size
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    per_row = bytes_per_row(model.config.get_text_config(), length, model.dtype.itemsize)
+    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
+    per_row = bytes_per_row(config, length, itemsize, top_p)
     return max(1, min(batch_size, int(0.8 * free / per_row)))
 
 
-def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int) -> int:
+def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: float = 1.0) -> int:
     """What a slot takes on a GPU: keys and values of `length` tokens, and its next token's."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * itemsize
-    # While the cache grows, a layer's old and new tensor exist: another block covers that. Then
-    # logits, softmax and their sums.
-    return per_token * (length + CACHE_BLOCK["cuda"]) + 24 * config.vocab_size
+    # While the cache grows, a layer's old and new tensor exist: another block covers that. Of each
+    # word there are two logits (2 and 4 bytes), the softmax and its sums (8 each). Top-p sorts
+    # before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's own buffers (32).
+    per_word = 24 if top_p == 1 else 56
+    return per_token * (length + CACHE_BLOCK) + per_word * config.vocab_size
 
 
 @contextlib.contextmanager
-def decoding(model: Model, config: GenerationConfig) -> Iterator[None]:
-    """The model ready to decode by `config` alone; raises RuntimeError where more would run."""
+def ready_to_generate(model: Model, config: GenerationConfig) -> Iterator[None]:
+    """The model generates by `config` alone; raises RuntimeError where more would run."""
     own, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
     model.eval()  # gradient checkpointing, active in training mode, would turn the cache off
@@ -341,63 +394,9 @@ def has_full_attention(model: Model) -> bool:
     return full and hasattr(model.base_model, "rotary_emb")
 
 
-def generate_in_slots(
-    model: Model,
-    prompts: list[list[int]],
-    seeds: list[int],
-    config: GenerationConfig,
-    batch_size: int,
-    bar: tqdm,
-) -> list[list[int]]:
-    """`generate` with decoding.py's loop; where it checks its input, the longest prompt is that."""
-    longest = torch.tensor([max(prompts, key=len)], device=model.device)
-    options = {"attention_mask": torch.ones_like(longest), "generation_config": config}
-    options |= {"custom_generate": decoding_loop, "synced_gpus": False}
-    options |= {"prompts": prompts, "seeds": seeds, "batch_size": batch_size, "bar": bar}
-    text_config = model.config.get_text_config()
-    own = text_config._attn_implementation
-    try:
-        # Models with an attention of their own keep it; it works on a SlotCache, reading more.
-        if own == "sdpa" and model._can_set_attn_implementation():
-            text_config._attn_implementation = "slots"
-        return model.generate(longest, **options)
-    finally:
-        text_config._attn_implementation = own
-
-
-def generate_in_batches(
-    model: Model,
-    prompts: list[list[int]],
-    seeds: list[int],
-    config: GenerationConfig,
-    batch_size: int,
-    bar: tqdm,
-) -> list[list[int]]:
-    """Plain `generate` on left-padded prompts; every batch waits for its longest response.
-
-    It draws from torch's generator, so that a batch has one seed, that of its first response: what
-    is sampled depends on the batches then.
-    """
-    print_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
-    pad, stops, responses = config.pad_token_id, set(config.eos_token_id), []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        torch.manual_seed(seeds[start])
-        width = max(map(len, batch))
-        rows = [[pad] * (width - len(p)) + p for p in batch]
-        mask = [[0] * (width - len(p)) + [1] * len(p) for p in batch]
-        ids, mask = torch.tensor([rows, mask], device=model.device)  # (B, P) each
-        options = {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
-        out = model.generate(ids, **options)
-        responses += [until_stop(row, stops) for row in out[:, width:].tolist()]
-        bar.update(len(batch))
-    return responses
-
-
 @functools.cache
-def print_once(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # torchrun's
-        tqdm.write(line)
+def say_once(line: str) -> None:
+    say(line)
 
 
 # ---------------------------------------------------------------------------------------- scoring
@@ -465,6 +464,30 @@ def token_stats(
     return TokenStats(*(None if s is None else empty.masked_scatter(predicted, s) for s in stats))
 
 
+@torch.no_grad()
+def likeliest(
+    model: Model, ids: torch.Tensor, count: int, *, k: int = 5
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model would rather have said: the k likeliest tokens at the last `count` places.
+
+    ids (L,) long, a prompt and its response, count < L. Returns their probabilities (count, k)
+    float32, largest first, and their ids (count, k) long, both on the CPU; row t is about the
+    place of ids[L - count + t]. Temperature 1, full vocabulary.
+    """
+    row = ids[None].to(model.device)  # (1, L)
+    hidden = model.base_model(row, use_cache=False).last_hidden_state  # (1, L, H)
+    hidden = hidden[0, -count - 1 : -1]  # (count, H): the states that predict those places
+    weight = model.get_output_embeddings().weight  # (V, H)
+    probabilities, words = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
+    chunk, _ = head_rows(hidden.device)
+    for i in range(0, count, chunk):
+        logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
+        top = logits.topk(k)  # (C, k)
+        probabilities[i : i + chunk] = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+        words[i : i + chunk] = top.indices
+    return probabilities, words
+
+
 def sampling_gap(
     logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -484,6 +507,10 @@ def sampling_gap(
 HEAD_ROWS = {"cpu": (256, 32), "cuda": (384, 128)}
 
 
+def head_rows(device: torch.device) -> tuple[int, int]:
+    return HEAD_ROWS["cpu" if device.type == "cpu" else "cuda"]
+
+
 def head_stats(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -498,7 +525,7 @@ def head_stats(
     float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
     to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_ROWS).
     """
-    default, block = suited(HEAD_ROWS, hidden.device)
+    default, block = head_rows(hidden.device)
     stats = HeadStats.apply(hidden, weight, targets, chunk or default, block, logp_only)
     return TokenStats(*stats)
 

@@ -19,6 +19,7 @@ Read from top to bottom: the flags, the loss beside its equations, which tokens 
 the update of a mini-batch, the collection of a rollout batch, the metrics, the loop.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from rollout import (
     pad_batch,
     sample,
     sampling_gap,
+    to_text,
 )
 from support import distributed, progress
 from support.bookkeeping import (
@@ -56,6 +58,7 @@ from support.bookkeeping import (
     stop,
 )
 from support.distributed import all_cat, all_max, all_sum, gather, rank, world_size
+from support.dumps import DumpedResponse, make_dump
 from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed, uniform
 
@@ -580,9 +583,9 @@ def collect(
     pairs = [(prompt, member) for prompt in prompts for member in range(cfg.group_size)]
     posed = [task.problems[chosen[prompt]] for prompt, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, *pair) for pair in pairs]
-    with distributed.unsharded(model), stop.together():
+    with distributed.gathered(model) as policy, stop.together():
         responses = sample(
-            model,
+            policy,
             task.tokenizer,
             [problem["prompt_ids"] for problem in posed],
             max_new_tokens=cfg.max_new_tokens,
@@ -683,6 +686,38 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
     }
 
 
+def dump(
+    run: RunFolder,
+    model: Model,
+    task: Task,
+    mini_batches: list[list[Episode]],
+    step: int,
+    cfg: Config,
+) -> None:
+    """Write dumps/step_N.json for scripts/figures.py: right responses, as pi_old sees them."""
+    responses = []
+    for mini_batch in mini_batches:
+        selection = form_mask(mini_batch, [e.old for e in mini_batch], cfg)
+        for e, keep in zip(mini_batch, selection.keep, strict=True):
+            p = e.old.logp.exp()
+            about = e.problem["problem"], e.problem["answer"], e.response.prompt_ids, e.response.ids
+            silenced = (p < cfg.tau_p) & ~keep  # 20-entropy drops other tokens, too
+            stats = p, e.old.entropy, e.old.collision
+            responses.append(DumpedResponse(*about, e.advantage, silenced, *stats, selection.tau_h))
+    made = make_dump(
+        [response for response in responses if response.advantage > 0],
+        step=step,
+        method=cfg.method,
+        tau_p=cfg.tau_p,
+        all_tokens=sum(len(response.ids) for response in responses),
+        seed=cfg.seed,
+        decode=functools.partial(to_text, task.tokenizer),
+        likeliest=model.likeliest,
+    )
+    distributed.reshard(model)
+    run.write_dump(made)
+
+
 def sample_row(episode: Episode) -> dict:
     """A response for samples.jsonl and for the reader's eye."""
     row = {"problem": episode.problem["problem"], "gold": episode.problem["answer"]}
@@ -741,8 +776,8 @@ def evaluated(model: Model, task: Task, cfg: Config) -> dict | None:
     """Scores on --eval_benchmarks; None where a stop was asked for meanwhile."""
     names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
     options = {name: getattr(cfg, name) for name in names}
-    with distributed.unsharded(model):
-        return evaluation.evaluate(model, task.tokenizer, task.suite, **options)
+    with distributed.gathered(model) as policy:
+        return evaluation.evaluate(policy, task.tokenizer, task.suite, **options)
 
 
 def train(cfg: Config) -> None:
@@ -770,7 +805,7 @@ def train(cfg: Config) -> None:
             episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
             line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
             if is_due(step, cfg.dump_every):
-                dump(run.path, model, task.tokenizer, mini_batches, step, cfg)
+                dump(run, model, task, mini_batches, step, cfg)
             line["rollout_seconds"], sampled = time.time() - began, time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.

@@ -426,13 +426,12 @@ def rollouts(quick: bool) -> list[dict]:
 
 def slots_of_text(model, rows: int, length: int) -> Callable[[int], torch.Tensor]:
     """decoding.decode for a number of steps after `length` tokens in each of `rows` slots."""
-    cache = decoding.SlotCache(length + 64, model.device)
+    cache = decoding.SlotCache(length + 64, model.device, model.dtype)
     cache.reserve(rows, length + 64)
-    model.set_attn_implementation("slots")
     forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    texts, seeds, ranges = [[7] * length for _ in range(rows)], list(range(rows)), [(0, rows)]
+    texts, seeds = [[7] * length for _ in range(rows)], list(range(rows))
     choose = lambda _token, logits, numbers: decoding.next_token(logits, numbers)  # noqa: E731
-    return lambda n: decoding.decode(forward, cache, texts, seeds, ranges, n, choose)
+    return lambda n: decoding.decode(forward, cache, texts, seeds, n, choose)
 
 
 def decoding_step(rows: int = 64, length: int = 2000) -> list[dict]:

@@ -5,8 +5,8 @@
 
 Runs whose flags differ in the seed alone become one line, with a band from the smallest run to the
 largest. From metrics.jsonl: training.png, quantiles.png, evaluation.png. From the dumps that
-stapo.py --dump_every writes: gradients.png, quadrants.md, tokens.png, cases.md. The numbers behind
-each stand beside it under the same stem, as .csv or .json.
+stapo.py --dump_every writes: responses.html, gradients.png, quadrants.md, tokens.png. The numbers
+behind each figure stand beside it under the same stem, as .csv or .json.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.font_manager import findfont, get_font
+from responses import write_page
 
 matplotlib.use("Agg")  # files only, no display
 
@@ -38,8 +39,9 @@ METHODS = {  # fixed colours, Okabe and Ito's: colour-blind readers tell them ap
 }
 TRAINING = {
     "accuracy": "accuracy of the rollouts",
-    "reward": "mean reward (−1 to +1)",
+    "response_length": "response length (tokens)",
     "entropy": "policy entropy (nats)",
+    "reward": "mean reward (−1 to +1)",
     "silenced_fraction": "silenced share of all tokens",
     "sampling_gap": "sampling gap (nats)",
 }
@@ -51,7 +53,7 @@ INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it c
 )
 TOKEN_KEYS = ("p", "entropy", "collision", "advantage", "silenced", "weight")
 KINDS = {True: ("spurious", "silenced", "#D55E00"), False: ("exploratory", "kept", "#0072B2")}
-MAX_DRAWN, MAX_ROWS = 10_000, 200  # points on either side of tau_p; rows of cases.md
+MAX_DRAWN = 10_000  # points on either side of tau_p
 
 
 @dataclass
@@ -93,6 +95,15 @@ def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     return series
 
 
+def quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
+    """The smallest value that, with all below it, has the share q of the weights; NaN of none."""
+    if len(values) == 0:
+        return math.nan
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    return values[order][np.searchsorted(below, q * below[-1])]
+
+
 def read_dump(path: Path) -> dict:
     """A dump with its tokens as float64 arrays (N,), gradient norms and quadrants added.
 
@@ -107,19 +118,18 @@ def read_dump(path: Path) -> dict:
         t = {key: np.array([row[key] for row in rows], dtype=float) for key in TOKEN_KEYS}
         squared = np.maximum(1 - 2 * t["p"] + t["collision"], 0)  # rounding can go below 0
         t["norm"] = np.abs(t["advantage"]) * np.sqrt(squared)
-        t["threshold"] = np.array([row["tau_h"] for row in rows], dtype=float)  # null becomes NaN
-        known = np.unique(t["threshold"][np.isfinite(t["threshold"])])
-        dump["split"] = "0.8-quantile of H"
-        if dump["method"] == "stapo" and len(known):
-            dump["split"] = "tau_h"
-            t["threshold"][~np.isfinite(t["threshold"])] = known.mean()
-        elif len(rows):
-            order = np.argsort(t["entropy"])
-            below = np.cumsum(t["weight"][order])
-            t["threshold"][:] = t["entropy"][order][np.searchsorted(below, 0.8 * below[-1])]
+        tau_h = np.array([row["tau_h"] for row in rows], dtype=float)  # null becomes NaN
+        known = np.unique(tau_h[np.isfinite(tau_h)])
+        ranked = dump["method"] == "stapo" and len(known) > 0
+        dump["split"] = "the τ_h of its mini-batch" if ranked else "the 0.8-quantile of H"
+        other = known.mean() if ranked else quantile(t["entropy"], t["weight"], 0.8)
+        t["threshold"] = np.where(np.isfinite(tau_h) & ranked, tau_h, other)
+        for response in dump["responses"]:
+            own = ranked and response["tau_h"] is not None
+            response["threshold"] = response["tau_h"] if own else other
+            response["name"] = "τ_h" if own else "mean τ_h" if ranked else "0.8-quantile"
         t["low_p"], t["low_h"] = t["p"] < dump["tau_p"], t["entropy"] < t["threshold"]
         t["step"] = np.full(len(rows), dump["step"])
-        dump["cases"] = [{"step": dump["step"]} | row for row in rows if "top" in row]
         dump["frequent"] = {silenced: Counter() for silenced in KINDS}
         for row in [row for row in rows if row["p"] < dump["tau_p"]]:
             dump["frequent"][row["silenced"]][row["token"]] += row["weight"]
@@ -182,12 +192,6 @@ def visible(text: str, font: dict | None = None) -> str:
     return "".join(symbols.get(c) or (ascii(c)[1:-1] if c in odd else c) for c in text)
 
 
-def cell(text: str) -> str:
-    """Text as code in a markdown table: nothing in it can end the cell, the row or the code."""
-    special = r"[&<>|`*_\[\]~$]|\\(?![A-Za-z0-9])"  # a backslash before a letter stands for itself
-    return "<code>" + re.sub(special, lambda match: f"&#{ord(match[0])};", text) + "</code>"
-
-
 def draw_curves(
     stem: str, panels: dict[str, str], groups: list[Group], window: int, out: Path
 ) -> None:
@@ -205,8 +209,9 @@ def draw_curves(
     if not panels:
         return
     write_csv(out / f"{stem}.csv", rows)
-    shape = math.ceil(len(panels) / 2), min(2, len(panels))
-    size = (4.8 * shape[1], 2.8 * shape[0] + 0.6)
+    columns = 3 if len(panels) > 4 else min(2, len(panels))
+    shape = math.ceil(len(panels) / columns), columns
+    size = (4.8 * min(2, columns) + 0.6 * (columns > 2), 2.8 * shape[0] + 0.6)
     fig, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
@@ -218,6 +223,7 @@ def draw_curves(
             ax.fill_between(x, low, high, color=group.line["color"], alpha=0.2, linewidth=0)
         smooth = f" (mean of the last {window} values)" if stem != "evaluation" else ""
         ax.set(xlabel="step" + (smooth if window > 1 else ""), ylabel=text)
+        ax.xaxis.get_major_locator().set_params(integer=True)
         positive = [r["mean"] for r in rows if r["metric"] == metric and r["mean"] > 0]
         if metric == "silenced_fraction" and positive:  # log scale with a place for 0 below it
             smallest = 10 ** math.floor(math.log10(min(positive)))
@@ -266,8 +272,7 @@ def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> l
         cells.append([row["quadrant"], counts[0], *shares, norm, counts[1]])
     steps = sorted({dump["step"] for dump in group.dumps})
     low, high = min(tokens["threshold"]), max(tokens["threshold"])
-    names = {"tau_h": "the tau_h of its mini-batch", "0.8-quantile of H": "the 0.8-quantile of H"}
-    splits = " or ".join(sorted({names[dump["split"]] for dump in group.dumps}))
+    splits = " or ".join(sorted({dump["split"] for dump in group.dumps}))
     text = f"### {group.label}: {len(group.dumps)} dumps, steps {steps[0]} to {steps[-1]}\n\n"
     text += f"{table(cells)}\nLow p: below {group.dumps[0]['tau_p']:g}. Low H: below "
     text += f"{splits}, {low:.3g} to {high:.3g} nats.\n"
@@ -325,21 +330,6 @@ def draw_frequent(group: Group, out: Path) -> None:
     save(fig, out / f"tokens{group.suffix}.png")
 
 
-def write_cases(group: Group, out: Path) -> None:
-    """Low-probability tokens in their context as a markdown table, the newest dumps first."""
-    dumps = sorted(group.dumps, key=lambda dump: dump["step"], reverse=True)
-    cases = [case for dump in dumps for case in dump["cases"]]
-    rows = [["step", "context", "token", "p", "H (nats)", "A", "top 5 alternatives", "mask"]]
-    for case in cases[:MAX_ROWS]:
-        top = ", ".join(f"{cell(visible(token))} {p:.3g}" for token, p in case["top"])
-        numbers = [f"{case['p']:.2g}", f"{case['entropy']:.3g}", f"{case['advantage']:.2f}"]
-        text = [cell(visible(case["context"]).replace("␣", " ")), cell(visible(case["token"]))]
-        rows.append([str(case["step"]), *text, *numbers, top, KINDS[case["silenced"]][1]])
-    title = f"### {group.label}: low-probability tokens of right answers\n\n"
-    (out / f"cases{group.suffix}.md").write_text(title + table(rows), "utf-8")
-    (out / f"cases{group.suffix}.json").write_text(json.dumps(cases, indent=1))
-
-
 def draw(paths: list[Path], out: Path, window: int) -> None:
     """Everything that the runs hold the numbers for; raises ValueError and OSError."""
     groups = group_runs(paths, window)
@@ -358,7 +348,7 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
         tokens = {key: np.concatenate([d["tokens"][key] for d in group.dumps]) for key in keys}
         draw_gradients(group, tokens, write_quadrants(group, tokens, out), out)
         draw_frequent(group, out)
-        write_cases(group, out)
+        write_page(out / f"responses{group.suffix}.html", group.label, group.dumps)
     print(f"figures in {out}")
 
 

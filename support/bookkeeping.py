@@ -152,6 +152,13 @@ class RunFolder:
                 with open(self.path / name, "a", encoding="utf-8") as file:
                     file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
+    def write_dump(self, dump: dict[str, Any]) -> None:
+        """A step's tokens for scripts/figures.py, from support/dumps.py."""
+        if rank() == 0:
+            file = self.path / "dumps" / f"step_{dump['step']:06d}.json"
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, json.dumps(dump))
+
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of every step so far."""
         text = (self.path / "metrics.jsonl").read_text("utf-8")

@@ -6,6 +6,7 @@ GPU: FSDP2's mixed precision is what keeps float32 master weights beside bfloat1
 """
 
 import contextlib
+import itertools
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from transformers import AutoModelForCausalLM
 from transformers import PreTrainedModel as Model
 
 from support.errors import InputError
@@ -167,7 +169,7 @@ def barrier() -> None:
 # --------------------------------------------------------------------------------------- sharding
 
 
-def shard(model: Model, *methods: str) -> None:
+def shard(model: Model, methods: tuple[str, ...] = ()) -> None:
     """FSDP2: each decoder layer is a group; embedding, norm and head are the root's.
 
     `methods` names what is called beside forward: FSDP2 gathers the root's weights around it.
@@ -194,28 +196,28 @@ def reshard(model: Model) -> None:
 
 
 @contextlib.contextmanager
-def unsharded(model: Model) -> Iterator[None]:
-    """All weights on every rank, gathered once (bfloat16 on CUDA): decoding gathers nothing.
+def gathered(model: Model) -> Iterator[Model]:
+    """A model to sample from, with all weights on every rank (bfloat16 on CUDA).
 
-    FSDP2's hooks rest meanwhile: there is nothing left to gather, and on the host they take a
-    quarter of a decoding step's time.
+    FSDP2 would gather the weights anew at every token, and its hooks alone take the host a quarter
+    of a decoding step. So the weights are gathered once, and a twin of the model, which was never
+    sharded, holds these very tensors: nothing is copied. Without sharding it is the model itself.
     """
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not groups:
+        yield model
+        return
+    with torch.device("meta"):  # an empty shell
+        twin = AutoModelForCausalLM.from_config(model.config).eval()
+    twin.generation_config = model.generation_config
     for group in groups:
-        group.set_reshard_after_forward(False, recurse=False)
         group.unshard()
-    hooks = [h for group in groups for h in (group._forward_pre_hooks, group._forward_hooks)]
-    before = [dict(h) for h in hooks]
-    for at_rest in hooks:
-        for key, function in list(at_rest.items()):
-            if getattr(function, "__module__", "").startswith("torch.distributed.fsdp"):
-                del at_rest[key]
     try:
-        yield
+        named = {"remove_duplicate": False}  # tied weights have two names
+        tensors = itertools.chain(model.named_parameters(**named), model.named_buffers(**named))
+        for name, tensor in tensors:
+            module, _, attribute = name.rpartition(".")
+            setattr(twin.get_submodule(module), attribute, tensor)
+        yield twin
     finally:
-        for h, all_hooks in zip(hooks, before, strict=True):
-            h.clear()
-            h.update(all_hooks)  # in their order
         reshard(model)
-        for group in groups:
-            group.set_reshard_after_forward(group is not model, recurse=False)

@@ -1,25 +1,80 @@
-"""Worker of test_distributed.py: trains on canned rollouts and writes what every rank computed.
+"""Several ranks for the tests, and what they train on: canned rollouts, gradients written down.
 
-    torchrun --nproc-per-node N tests/ranks.py FOLDER
-
-FOLDER holds a random model `tied` and `untied`, a tokenizer and `problems.jsonl`. For each case it
-writes FOLDER/world<N>-<case>.pt on rank 0: the gradients of every optimiser step, the metrics.
+`launch` starts processes as torchrun does, by environment variables, out of a server that has
+imported torch and transformers once.
 """
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import stapo
 from rollout import Response
-from support import bookkeeping, distributed
+from support import distributed
 
+ROOT = Path(__file__).parent.parent
 PROMPTS, GROUP = 8, 4
+
+# --------------------------------------------------------------------------------------- launching
+
+
+def launch(worker: Callable, world: int, log: Path, *args, timeout: float = 120) -> list[int]:
+    """Runs worker(*args) on `world` ranks, their output in log.0, log.1, ...: the exit codes.
+
+    As under torchrun, the others are ended soon after one has failed. A single rank has no process
+    group. Too late is an error.
+    """
+    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'scripts'}"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["ranks"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        server.Process(target=child, args=(rank, world, port, f"{log}.{rank}", worker, args))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.time() + timeout
+    while any(p.is_alive() for p in processes) and time.time() < deadline:
+        time.sleep(0.02)
+        if any(p.exitcode for p in processes):
+            deadline = min(deadline, time.time() + 5)
+    hung = not any(p.exitcode for p in processes) and any(p.is_alive() for p in processes)
+    for process in processes:
+        process.kill()
+        process.join()
+    output = "".join(Path(f"{log}.{rank}").read_text()[-3000:] for rank in range(world))
+    assert not hung, f"still running after {timeout} s:\n{output}"
+    return [process.exitcode for process in processes]
+
+
+def child(rank: int, world: int, port: int, log: str, worker: Callable, args: tuple) -> None:
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    worker(*args)
+
+
+# ---------------------------------------------------------------------------------- canned rollouts
 
 # case: (flags, rewards of the groups that learn nothing, response lengths)
 CASES = {
@@ -36,7 +91,7 @@ CASES = {
     "nothing-to-learn": ("--method stapo", "01234567", "ragged"),
     "early-end": ("--method stapo", "", "early"),  # one rank's responses are a token or none
     "poisoned": ("--method stapo", "", "ragged"),  # one rank's loss is NaN, once
-    "stopped": ("--method stapo --steps 2", "", "ragged"),  # one rank's wish amid step 2's updates
+    "stopped": ("--method stapo --steps 2", "", "ragged"),  # one rank's wish amid step 1's updates
 }
 
 
@@ -60,6 +115,17 @@ def canned_rollouts(case: str) -> dict:
             group.append(Response([], ids, False, reward))
         canned[place] = group
     return canned
+
+
+def train_on_canned_rollouts(folder: Path) -> None:
+    """Every case, on a folder with models `tied` and `untied` and problems.jsonl.
+
+    Rank 0 writes world<N>-<case>.pt there: the gradients of every optimiser step, the metrics.
+    """
+    distributed.start()
+    for case in CASES:
+        run(case, folder)
+    distributed.finish()
 
 
 def run(case: str, folder: Path) -> None:
@@ -87,7 +153,7 @@ def run(case: str, folder: Path) -> None:
             gradients.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in whole])
             gradients[-1] = [g.clone() for g in gradients[-1]]
             super().step()
-            if case == "stopped" and len(gradients) == 3 and is_last:
+            if case == "stopped" and len(gradients) == 1 and is_last:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
@@ -107,13 +173,11 @@ def run(case: str, folder: Path) -> None:
         --batch_size {PROMPTS} --mini_batch_size 4 --group_size {GROUP} --max_new_tokens 30
         --lr 1e-6 --warmup_steps 0 --tau_p 0.002 --save_every 0 --gradient_checkpointing False
         --tokens_per_micro_batch 300 --output {output} {flags}"""
-    parser = bookkeeping.Parser(stapo.Config)
     try:
-        stapo.train(stapo.Config(**vars(parser.parse_args(argv.split()))))
-        if case == "stopped":
-            del calls[len(calls) // 2 :]  # the second step samples again
-            resumed = vars(parser.parse_args(argv.split())) | {"resume": True}
-            stapo.train(stapo.Config(**resumed))
+        stapo.train(stapo.parse_flags(stapo.Config, "", argv.split()))
+        if case == "stopped":  # after step 1, whose second update was finished
+            assert len(gradients) == 2
+            stapo.train(stapo.parse_flags(stapo.Config, "", ["--resume", str(output)]))
     finally:
         stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss = real
     if distributed.rank() == 0:
@@ -121,9 +185,34 @@ def run(case: str, folder: Path) -> None:
         torch.save({"gradients": gradients, "metrics": lines}, f"{output}.pt")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    distributed.start()
-    for case in CASES:
-        run(case, Path(sys.argv[1]))
-    distributed.finish()
+# ------------------------------------------------------------------------------- a rank that fails
+
+
+def fail_in(place: str, folder: Path) -> None:
+    """stapo.py on two ranks, where leaving the process group waits forever, as NCCL's can.
+
+    The last rank fails in the second step: in the rollout, in scoring, in an update; or rank 0
+    does, while it writes a file.
+    """
+    torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
+    name, owner, failing = {
+        "rollout": ("sample", stapo, 1),
+        "scoring": ("token_statistics", stapo, 1),
+        "update": ("update", stapo, 1),
+        "writing": ("end_step", stapo.RunFolder, 0),
+        "input": ("load_reward", stapo, 1),
+    }[place]
+    real, calls = getattr(owner, name), []
+
+    def failing_once(*args, **options):
+        calls.append(args)
+        if int(os.environ["RANK"]) == failing and len(calls) == (1 if place == "input" else 2):
+            kind = stapo.InputError if place == "input" else ZeroDivisionError
+            raise kind(f"a failure in the {place}")
+        return real(*args, **options)
+
+    setattr(owner, name, failing_once)
+    stapo.main(
+        f"""@tests/tiny/args --steps 3 --batch_size 4 --mini_batch_size 2 --group_size 2
+        --max_new_tokens 8 --save_every 0 --output {folder}/{place}""".split()
+    )

@@ -1,5 +1,6 @@
 """What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
 
+import contextlib
 import json
 import math
 import os
@@ -14,10 +15,10 @@ import torch
 from conftest import ROOT, TINY
 from test_distributed import ENVIRONMENT, lines
 
-import rollout
 import stapo
-from rollout import Episode, Response, check_head, load_problems
-from support import bookkeeping, distributed
+from rollout import check_head, load_problems
+from support import bookkeeping, distributed, progress
+from support.bookkeeping import Stopped
 from support.errors import InputError, RewardError
 from support.seeds import mix_seed
 
@@ -57,11 +58,11 @@ def copied(finished, folder):
     return folder
 
 
-def test_output_alone_is_enough_to_resume(finished, tmp_path, capsys):
+def test_the_directory_alone_is_enough_to_resume(finished, tmp_path, capsys):
     """Three steps in two parts, the second without a flag of the first, are three steps in one."""
     output = copied(finished, tmp_path / "run")
-    stapo.main(f"--resume --output {output} --steps 3 --log_samples 2".split())
-    assert f"resuming {output} from step 2" in capsys.readouterr().out
+    stapo.main(f"--resume {output} --steps 3 --log_samples 2".split())
+    assert "(steps 1 and 3)" in capsys.readouterr().out
     config = json.loads((output / "config.json").read_text())
     assert (config["method"], config["seed"], config["steps"]) == ("full-mask", 3, 3)
     run(tmp_path / "whole", "--method full-mask --seed 3 --steps 3")
@@ -74,28 +75,28 @@ def test_output_alone_is_enough_to_resume(finished, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--method stapo", "--seed 7", "--weight_decay 0.2", "--tau_p 0.1", "--max_new_tokens 41"],
+    ["--method stapo", "--seed 7", "--tau_p 0.1", "--max_new_tokens 41", "--output elsewhere"],
 )
 def test_a_flag_that_differs_is_refused_by_name(finished, capsys, flags):
     name, value = flags.split()
     held = (finished / "config.json").read_bytes(), (finished / "metrics.jsonl").read_bytes()
-    message = refused(capsys, f"--resume --output {finished} {flags}")
+    message = refused(capsys, f"--resume {finished} {flags}")
     assert f"{name} {value}" in message and str(finished) in message
     assert held == tuple((finished / x).read_bytes() for x in ("config.json", "metrics.jsonl"))
 
 
 def test_an_arguments_file_may_repeat_the_flags(finished, tmp_path):
     output = copied(finished, tmp_path / "run")
-    run(output, "--method full-mask --seed 3 --resume")
+    stapo.main(f"{FLAGS} --method full-mask --seed 3 --resume {output}".split())
     assert len(lines(output)) == 2
 
 
 def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_path, capsys):
-    assert "mistyped" in refused(capsys, f"--resume --output {tmp_path}/mistyped")
+    assert "mistyped" in refused(capsys, f"--resume {tmp_path}/mistyped")
     assert not (tmp_path / "mistyped").exists()
     output = copied(finished, tmp_path / "run")
     subprocess.run(["rm", "-r", str(output / "checkpoints")], check=True)
-    assert "no checkpoint" in refused(capsys, f"--resume --output {output}")
+    assert "no checkpoint" in refused(capsys, f"--resume {output}")
     assert len(lines(output)) == 2
     assert "--resume" in refused(capsys, f"{FLAGS} --output {output}")
 
@@ -107,7 +108,7 @@ def test_steps_after_the_checkpoint_are_done_again(finished, tmp_path):
         row = rows(output / name)[-1] | {"step": 3}
         with open(output / name, "a") as file:
             file.write(json.dumps(row) + "\n" + json.dumps(row)[:20])
-    stapo.main(f"--resume --output {output} --steps 3".split())
+    stapo.main(f"--resume {output} --steps 3".split())
     assert [row["step"] for row in rows(output / "metrics.jsonl")] == [1, 2, 3]
     assert [row["step"] for row in rows(output / "samples.jsonl")] == [1] * 8 + [2] * 8 + [3] * 8
 
@@ -145,73 +146,63 @@ def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypa
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_stop_ends_an_interruptible_function_and_nothing_else():
-    stop = bookkeeping.stop
-    stop.listen()
-    assert stop.interruptible(lambda x: x + 1)(1) == 2
-
-    def long() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("the signal has to end the function")
-
-    assert stop.interruptible(long)() is None and stop.asked
-    os.kill(os.getpid(), signal.SIGTERM)  # outside of the function: no exception
-    assert stop.interruptible(long)() is None  # after the wish nothing is begun
+@pytest.mark.parametrize("here, elsewhere", [(True, False), (False, True), (False, False)])
+def test_a_stop_ends_work_on_all_ranks_or_on_none(monkeypatch, here, elsewhere):
+    """Where it was asked of this rank, the work is left at its next poll; else at its end."""
+    stop, told, polls = bookkeeping.StopSignal(), [], []
+    monkeypatch.setattr(bookkeeping, "all_max", lambda x: (told.append(x), max(x, elsewhere))[1])
+    stop.asked = here
+    left = contextlib.nullcontext() if not (here or elsewhere) else pytest.raises(Stopped)
+    with left, stop.together():
+        for number in range(3):
+            polls.append(number)
+            stop.poll()
+    assert told == [here] and len(polls) == (1 if here else 3)
 
 
 @pytest.mark.parametrize(
-    "place, call", [("collect", 2), ("token_statistics", 3), ("token_statistics", 4), ("update", 4)]
+    "place, call, whole", [("sample", 2, 1), ("grade", 2, 1), ("update", 3, 2)]
 )
-def test_a_stop_anywhere_in_a_step_costs_that_step_alone(
-    finished, tmp_path, monkeypatch, place, call
+def test_a_stop_anywhere_in_a_step_loses_no_update(
+    finished, tmp_path, monkeypatch, place, call, whole
 ):
-    """While step 2 is sampled, scored, looked at anew before its second update, and in that one."""
+    """Step 2 is left while it is sampled or scored; once its updates have begun it is finished."""
     output, real, calls = tmp_path / "run", getattr(stapo, place), []
 
-    def spied(*args):
+    def spied(*args, **options):
         calls.append(args)
         if len(calls) == call:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(stapo, place, spied)
     run(output, "--method full-mask --seed 3")
-    assert len(calls) == call and len(lines(output)) == 1
-    assert [folder.name for folder in bookkeeping.checkpoints(output)] == ["step_000001"]
+    assert len(lines(output)) == whole
+    assert [folder.name for folder in bookkeeping.checkpoints(output)] == [f"step_00000{whole}"]
     monkeypatch.undo()
-    stapo.main(["--resume", "--output", str(output)])
+    stapo.main(["--resume", str(output)])
     assert lines(output) == lines(finished)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_first_step_without_an_update(tmp_path, monkeypatch, stopped):
-    """Its loss is NaN, so that AdamW has no moments yet; the next step makes them."""
-    real, forward, calls = stapo.update, stapo.token_statistics, []
+def test_a_rollout_is_left_within_a_few_tokens(tmp_path, monkeypatch, capsys):
+    """Nothing is saved before the first step is whole, and the run says so."""
+    real, forwards = stapo.load_policy, []
 
-    def update(model, optimizer, episodes, cfg):
-        totals = stapo.form_mask(episodes, cfg) | {"finite": False, "loss": math.nan}
-        ratios = {"tokens": 1, "ratio_sum": 1, "clip_low": 0, "clip_high": 0, "grad_norm": math.nan}
-        calls.append(episodes)
-        return totals | ratios if len(calls) < 3 else real(model, optimizer, episodes, cfg)
+    def load(name):
+        model = real(name)
 
-    def token_statistics(*args):
-        if stopped and len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return forward(*args)
+        def count(*_):
+            forwards.append(1)
+            if len(forwards) == 12:
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(stapo, "update", update)
-    monkeypatch.setattr(stapo, "token_statistics", token_statistics)
-    output = tmp_path / "run"
-    run(output, "--method full-mask --seed 3")
-    assert len(lines(output)) == (1 if stopped else 2)
-    if stopped:
-        saved = rollout.load_model(str(bookkeeping.checkpoints(output)[0]))
-        first = rollout.load_model(str(TINY))
-        for ours, theirs in zip(saved.parameters(), first.parameters(), strict=True):
-            assert torch.equal(ours, theirs)  # nothing was learnt in step 1
-        monkeypatch.undo()
-        stapo.main(["--resume", "--output", str(output)])
-        assert len(lines(output)) == 2
+        model.register_forward_hook(count)
+        return model
+
+    monkeypatch.setattr(stapo, "load_policy", load)
+    run(tmp_path / "run")
+    assert len(forwards) <= 12 + 8 and not bookkeeping.checkpoints(tmp_path / "run")
+    assert "before the first step" in capsys.readouterr().out
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
@@ -233,7 +224,7 @@ def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
     done = len(lines(output))
     assert [p.name for p in bookkeeping.checkpoints(output)] == [f"step_{done:06d}"]
     assert f"stopped after step {done}" in (tmp_path / "log").read_text()
-    stapo.main(["--resume", "--output", str(output), "--steps", str(done + 1)])
+    stapo.main(["--resume", str(output), "--steps", str(done + 1)])
     assert [row["step"] for row in lines(output)] == list(range(1, done + 2))
 
 
@@ -320,9 +311,9 @@ def test_a_reward_that_cannot_be_used_is_one_clear_line(own, capsys, spec, why):
 
 def test_an_error_of_one_rank_is_every_ranks(monkeypatch):
     """Rank 0's reward works, rank 1's failed: rank 0 raises what rank 1 says."""
-    monkeypatch.setattr(distributed, "gather", lambda failure: [failure, "rank 1's"])
+    monkeypatch.setattr(stapo, "gather", lambda failure: [failure, "rank 1's"])
     with pytest.raises(RewardError, match="rank 1's"):
-        bookkeeping.grade(lambda text, problem: 1.0, [], [])
+        stapo.grade(lambda text, problem: 1.0, [], [])
 
 
 def test_a_failing_reward_loses_no_finished_step(own):
@@ -359,6 +350,26 @@ def test_a_model_without_layers_cannot_be_sharded():
         distributed.shard(model)
 
 
+# ------------------------------------------------------------------------------------- progress
+
+
+def test_a_log_has_a_line_a_step_and_a_line_a_minute(finished, tmp_path, monkeypatch, capsys):
+    """No bar, no carriage return: of two steps, two lines; of a phase of 150 s, two."""
+    run(tmp_path / "run")
+    said = capsys.readouterr().err.splitlines(keepends=True)
+    assert [line.split(":")[0] for line in said] == ["step 1 of 2", "step 2 of 2"]
+    row = rows(tmp_path / "run" / "metrics.jsonl")[0]
+    text = f"accuracy {row['accuracy']:.1%}, length {row['response_length']:.1f}, entropy "
+    assert text in said[0] and said[0].endswith(" s\n") and "silenced" in said[0]
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for _ in progress.track(list(range(15)), "scoring"):
+        now[0] += 10
+    assert (
+        capsys.readouterr().err == "scoring: 6 of 15 after 1 min\nscoring: 12 of 15 after 2 min\n"
+    )
+
+
 # ------------------------------------------------------------------------------- small things
 
 
@@ -380,7 +391,7 @@ def test_peak_memory_in_the_platforms_unit(monkeypatch, platform, gigabytes):
 
 
 def test_figures_compare_runs_by_the_flags_that_resuming_keeps():
-    assert figures.INCIDENTAL == bookkeeping.RESUMABLE | {"seed"}
+    assert figures.INCIDENTAL == bookkeeping.CHANGEABLE | {"seed", "output", "resume"}
 
 
 def test_threads_is_a_flag(tmp_path, monkeypatch):
@@ -390,24 +401,9 @@ def test_threads_is_a_flag(tmp_path, monkeypatch):
     assert asked[-1] == 3
 
 
-def test_cases_are_described_on_64_ranks_too(tiny, tokenizer, monkeypatch, tmp_path):
-    """Fewer than one case a rank is still one."""
-    monkeypatch.setattr(bookkeeping, "world_size", lambda: 64)
-    ids = tokenizer("Q: 1+2=?\n").input_ids
-    e = Episode({"problem": "?"}, Response(ids, [5, 6, 7], False, ""), 1.0, 1.0)
-    e.logp, e.entropy, e.collision = torch.tensor([-9.0, -9.0, -0.1]), torch.ones(3), torch.ones(3)
-    e.old_logp, e.keep, e.tau_h = e.logp, torch.tensor([True, False, True]), 1.0
-    bookkeeping.dump_tokens(tmp_path / "d" / "x.json", 1, tiny, tokenizer, [e], stapo.Config())
-    dump = json.loads((tmp_path / "d" / "x.json").read_text())
-    assert sum("top" in token for token in dump["tokens"]) == 1
-    assert sorted(token["silenced"] for token in dump["tokens"]) == [False, False, True]
-
-
 def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
-    loaded, load = [], distributed.load_policy
-    monkeypatch.setattr(
-        distributed, "load_policy", lambda name: (loaded.append(name), load(name))[1]
-    )
+    loaded, load = [], stapo.load_policy
+    monkeypatch.setattr(stapo, "load_policy", lambda name: (loaded.append(name), load(name))[1])
     run(tmp_path / "none", "--method grpo --beta 0 --steps 1")
     assert len(loaded) == 1
     run(tmp_path / "some", "--method grpo --beta 1e-9 --steps 1")

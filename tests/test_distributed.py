@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import CASES
+from ranks import CASES, fail_in, launch, train_on_canned_rollouts
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from support import bookkeeping
@@ -50,18 +50,13 @@ def make_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every case on 1, 2 and 4 ranks: a launch each, the single one beside; a hang is a failure."""
+    """Every case on 1, 2 and 4 ranks; a hang is a failure."""
     folder = make_folder(tmp_path_factory.mktemp("ranks"))
-    worker = [str(ROOT / "tests" / "ranks.py"), str(folder)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    with open(folder / "alone.log", "w+") as log:
-        options = {"env": ENVIRONMENT, "text": True}
-        alone = subprocess.Popen([sys.executable, *worker], stdout=log, stderr=log, **options)
-        for ranks in ("2", "4"):
-            options |= {"capture_output": True, "timeout": 150}
-            done = subprocess.run([*torchrun, ranks, *worker], **options)
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert alone.wait(timeout=150) == 0, (folder / "alone.log").read_text()[-4000:]
+    for world in (1, 2, 4):
+        log = folder / f"log{world}"
+        codes = launch(train_on_canned_rollouts, world, log, folder)
+        logs = "".join(Path(f"{log}.{rank}").read_text()[-3000:] for rank in range(world))
+        assert codes == [0] * world, logs
     return folder
 
 
@@ -70,7 +65,7 @@ def folder(tmp_path_factory):
 def test_ranks_agree(folder, case, world):
     alone = torch.load(folder / f"world1-{case}.pt")
     many = torch.load(folder / f"world{world}-{case}.pt")
-    updates = {"stapo": 4, "stopped": 5, "poisoned": 1}.get(case, 2)
+    updates = {"stapo": 4, "stopped": 4, "poisoned": 1}.get(case, 2)
     assert len(many["gradients"]) == len(alone["gradients"]) == updates
     for ours, theirs in zip(many["gradients"], alone["gradients"], strict=True):
         scale = max(float(g.abs().max()) for g in theirs)
@@ -85,18 +80,27 @@ def test_ranks_agree(folder, case, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_stop_amid_updates_costs_that_step_alone(folder, world):
-    """Stopped after the first of step 2's two updates, resumed: step 2 again, from step 1's end."""
+def test_a_stop_amid_updates_costs_nothing(folder, world):
+    """Asked for on one rank after the first of step 1's two updates: the second is done, too."""
     stopped, whole = (
         torch.load(folder / f"world{world}-{case}.pt") for case in ("stopped", "stapo")
     )
-    expected = whole["gradients"][:3] + whole["gradients"][2:]
-    for ours, theirs in zip(stopped["gradients"], expected, strict=True):
+    for ours, theirs in zip(stopped["gradients"], whole["gradients"], strict=True):
         assert all(map(torch.equal, ours, theirs))
     rows = [
         [{**row, **dict.fromkeys(TIMINGS)} for row in run["metrics"]] for run in (stopped, whole)
     ]
     assert len(rows[0]) == 2 and rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("place", ["rollout", "scoring", "update", "writing", "input"])
+def test_a_rank_that_fails_ends_the_job(tmp_path, place):
+    """With its traceback, or its line where the input is wrong, although the others wait for it."""
+    codes = launch(fail_in, 2, tmp_path / "log", place, tmp_path, timeout=60)
+    failing = 0 if place == "writing" else 1
+    said = (tmp_path / f"log.{failing}").read_text()
+    assert codes[failing] == 1 and f"a failure in the {place}" in said
+    assert ("Traceback" in said) == (place != "input")
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -171,10 +175,12 @@ STEPS = 2 * KILLS
 def start(output: Path, *extra: str) -> subprocess.Popen:
     """A run of two steps for each kill; RANKS=2 in the environment puts it under torchrun."""
     flags = f"@tests/tiny/args --steps {STEPS} --batch_size 4 --mini_batch_size 2 --save_every 1"
-    flags += " --output"
+    flags = [*flags.split(), "--output", str(output), *extra]
+    if bookkeeping.checkpoints(output):
+        flags = ["--resume", str(output)]
     ranks = os.environ.get("RANKS", "1")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > "1" else []
-    command = [sys.executable, *torchrun, "stapo.py", *flags.split(), str(output), *extra]
+    command = [sys.executable, *torchrun, "stapo.py", *flags]
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **streams)
 
@@ -199,9 +205,8 @@ def uninterrupted(tmp_path_factory) -> Callable[[], list[dict]]:
 
 def again(output: Path) -> subprocess.Popen:
     """Resumes a run, or begins it anew where it was killed before its first checkpoint."""
-    if bookkeeping.checkpoints(output):
-        return start(output, "--resume")
-    shutil.rmtree(output, ignore_errors=True)
+    if not bookkeeping.checkpoints(output):
+        shutil.rmtree(output, ignore_errors=True)
     return start(output)
 
 
@@ -238,6 +243,6 @@ def test_stop_signal_saves_and_exits_cleanly(tmp_path, uninterrupted):
     assert process.returncode == 0
     saved = sorted((output / "checkpoints").iterdir())
     assert len(saved) == 1 and saved[0].name == f"step_{len(lines(output)):06d}"
-    process = start(output, "--resume")
+    process = start(output)
     process.communicate(timeout=120)
     assert process.returncode == 0 and lines(output) == uninterrupted()

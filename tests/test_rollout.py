@@ -240,7 +240,7 @@ def plain_greedy(model, prompt, stops, max_new_tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeypatch, capsys):
-    """Every prompt, of 1 to 23 tokens, in 5 slots or in all, read in ranges or in one.
+    """Every prompt, of 1 to 23 tokens, in one slot, in 5 or in all, in a cache that grows.
 
     A forward that saw what earlier rows left in a slot would choose other tokens.
     """
@@ -249,16 +249,15 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
     monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
-    rollout.print_once.cache_clear()
+    rollout.say_once.cache_clear()
     prompts = random_prompts(23, 24)
     expected = [plain_greedy(model, prompt, STOPS, 37).tolist() for prompt in prompts]
     assert len(set(map(len, expected))) > 4
-    cases = ((5, 8, 16384, 1), (5, 1, 40, 2), (23, 3, 16384, 5), (23, 8, 16384, 2), (1, 1000, 1, 1))
-    for batch_size, every, prefilled, ranges in cases:
+    cases = ((5, 8, 16384, 8), (5, 1, 40, 24), (23, 3, 16384, 16), (1, 1000, 1, 128))
+    for batch_size, every, prefilled, block in cases:
         monkeypatch.setattr(decoding, "CHECK_EVERY", every)
         monkeypatch.setattr(decoding, "PREFILL_TOKENS", prefilled)
-        ends = [end / ranges for end in range(1, ranges + 1)]
-        monkeypatch.setattr(decoding, "RANGE_ENDS", {"cpu": ends})
+        monkeypatch.setattr(decoding, "CACHE_BLOCK", block)
         settings = {"max_new_tokens": 37, "temperature": 0.0, "batch_size": batch_size}
         responses = sample(model, tokenizer, prompts, **settings)
         assert [r.ids for r in responses] == expected
@@ -305,52 +304,6 @@ def sampling_z(model, responses) -> float:
     return float(d.sum() / d.square().sum().sqrt())
 
 
-def test_attention_reads_short_rows_no_further_than_their_range(
-    random_model, tokenizer, monkeypatch
-):
-    """On a CPU; in one range every row would be read as far as the longest."""
-    monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
-    model, real = random_model(spread=0.3), torch.nn.functional.scaled_dot_product_attention
-    read = [0, 0]  # positions of rows with the ranges, and without
-
-    def spied(query, key, *args, **options):
-        read[len(decoding.RANGE_ENDS["cpu"]) == 1] += key.shape[0] * key.shape[2]
-        return real(query, key, *args, **options)
-
-    monkeypatch.setattr(decoding.functional, "scaled_dot_product_attention", spied)
-    settings = {"max_new_tokens": 120, "batch_size": 24, "seed": 1}
-    responses = [sample(model, tokenizer, random_prompts(96, 9), **settings)]
-    monkeypatch.setattr(decoding, "RANGE_ENDS", {"cpu": (1,)})
-    responses.append(sample(model, tokenizer, random_prompts(96, 9), **settings))
-    assert [r.ids for r in responses[0]] == [r.ids for r in responses[1]]
-    assert 0 < read[0] < 0.7 * read[1]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_slots_stay_in_order_of_length(device):
-    """40 rounds of random ends and refills: every range holds longer rows than the next."""
-    g = torch.Generator().manual_seed(0)
-    waiting, lengths, places, moves = list(range(200)), {}, {}, 0
-    while waiting or lengths:
-        while waiting and len(lengths) < 24:
-            lengths[waiting.pop(0)] = 5
-        ranges = decoding.ranges_of([*lengths.values()], torch.device(device))
-        assert [i for start, end in ranges for i in range(start, end)] == list(range(len(lengths)))
-        slots = decoding.arrange(lengths, places, ranges)
-        assert sorted(slots) == sorted(lengths)
-        parts = [[lengths[i] for i in slots[start:end]] for start, end in ranges]
-        assert all(min(one) >= max(other) for one, other in zip(parts, parts[1:]))
-        for slot, i in enumerate(slots):
-            moved = places.get(i, slot) != slot
-            moves += moved
-            # without ranges, rows move only out of slots that are given up
-            assert not (moved and device == "cuda" and places[i] < len(slots))
-        ended = torch.rand(len(slots), generator=g) < 0.2
-        lengths = {i: lengths[i] + 8 for i, end in zip(slots, ended.tolist()) if not end}
-        places = {i: slot for slot, i in enumerate(slots) if i in lengths}
-    assert moves > 10
-
-
 def test_samples_follow_the_policy_through_refills(tiny, tokenizer):
     """About 13,000 tokens in 40 slots; a temperature of 0.9 is far outside."""
     prompts = [encode_prompt(tokenizer, f"Q: {i}+7-{i % 5}=?", "") for i in range(360)]
@@ -385,6 +338,22 @@ def test_lengths_come_from_the_sampler(random_model, tokenizer, monkeypatch):
     monkeypatch.setattr(rollout, "stop_ids", lambda *_: [7])
     ids = [i for r in sample(model, tokenizer, [[5]] * 200, max_new_tokens=20) for i in r.ids]
     assert tokenizer.pad_token_id in ids
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral, windows"])
+def test_what_poll_raises_ends_the_sampling(family, tokenizer):
+    """Polled every 8 tokens: the third time is after at least 8 and at most 24 of 100."""
+    model, forwards, polls = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]), [], []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+
+    def poll():
+        polls.append(1)
+        if len(polls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(model, tokenizer, [[5, 6], [5]], max_new_tokens=100, poll=poll)
+    assert len(polls) == 3 and 8 <= len(forwards) <= 25
 
 
 def test_sampling_repeats_from_its_seed_and_leaves_training_mode(random_model, tokenizer):
