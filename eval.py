@@ -412,16 +412,16 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
     def cell(values: list[str]) -> str:
         return values[0] + (f" ({', '.join(values[1:])})" if values[1:] else "")
 
-    rows = []
+    rows = [["model", "decoding", "graded by", *(b.title for b in suite), "mean"]]
     for grader in graders:
-        means = {}  # title of a column -> its number under each decoding
+        means = []  # for each column its number under each decoding
         for benchmark in suite:
             found = [summaries[benchmark.key] for summaries in scores.values()]
             graded = found if grader == "rule" else [summary["verified"] for summary in found]
-            means[benchmark.title] = [summary["mean"] for summary in graded]
-        means["mean"] = [fmean(column) for column in zip(*means.values(), strict=True)]
-        row = {"model": model, "decoding": cell(list(scores)), "graded by": grader}
-        rows.append(row | {title: cell([f"{x:.2f}" for x in means[title]]) for title in means})
+            means.append([summary["mean"] for summary in graded])
+        means.append([fmean(column) for column in zip(*means, strict=True)])
+        cells = [cell([f"{mean:.2f}" for mean in column]) for column in means]
+        rows.append([model, cell(list(scores)), grader, *cells])
     return markdown(rows)
 
 
@@ -452,13 +452,12 @@ def details_table(suite: Suite, scores: Scores) -> str:
             row["CORRECT (changed)"] = str(again["CORRECT"])
             row |= {verdict: str(again[verdict]) for verdict in VERDICTS[1:]}
         rows.append(row)
-    return markdown(rows)
+    return markdown([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
-    """A table of rows that have the same columns."""
-    lines = [rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def markdown(rows: list[list[str]]) -> str:
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -491,8 +490,8 @@ def open_output(cfg: Config) -> Path:
 def load(name: str) -> tuple[Model, Tokenizer]:
     """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU.
 
-    The ranks take turns, as a model is in host memory on its way to a GPU (one in bfloat16 stays a
-    mapped file, which they share; one in float32, as training saves it, is converted there).
+    The ranks take turns: what training saves is float32 and becomes bfloat16 in host memory, where
+    one such copy at a time is enough. (A bfloat16 checkpoint is a mapped file that ranks share.)
     """
     device = distributed.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
