@@ -618,6 +618,7 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
     """What the mini-batches of a step add up to; without updates the shares are None."""
     total = {key: sum(u[key] for u in updates) for key in (updates or [{}])[0]}
     forwarded = total.get("tokens", 0)
+    silenced = sum(s.silenced for s in selections)
 
     def per_token(key: str) -> float | None:
         return total[key] / forwarded if forwarded else None
@@ -627,15 +628,25 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
 
     return {
         "candidates": sum(s.candidates for s in selections),
-        "silenced": sum(s.silenced for s in selections),
-        "silenced_fraction": sum(s.silenced for s in selections)
-        / sum(s.tokens for s in selections),
+        "silenced": silenced,
+        "silenced_fraction": silenced / sum(s.tokens for s in selections),
         "clip_low": per_token("clip_low"),
         "clip_high": per_token("clip_high"),
         "ratio_mean": per_token("ratio_sum"),
         "loss": mean("loss"),
         "grad_norm": mean("grad_norm"),
         "skipped_updates": len(updates) - total.get("finite", 0),
+    }
+
+
+def cost_metrics(tokens: int, began: float, sampled: float) -> dict[str, float]:
+    """What a step took on this rank, which began and had sampled and scored at these times."""
+    ended = time.time()
+    return {
+        "rollout_seconds": sampled - began,
+        "update_seconds": ended - sampled,
+        "tokens_per_second": tokens / (ended - began),
+        "peak_memory_gb": peak_memory_gb(),
     }
 
 
@@ -739,9 +750,9 @@ def train(cfg: Config) -> None:
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg), resume=bool(cfg.resume))
     model = load_policy(str(run.checkpoint or cfg.model))
+    reference = load_policy(cfg.model) if with_kl(cfg) else None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    reference = load_policy(cfg.model) if with_kl(cfg) else None
     options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, **options)
     training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
@@ -759,7 +770,7 @@ def train(cfg: Config) -> None:
             line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
             if is_due(step, cfg.dump_every):
                 dump(run, model, task, mini_batches, step, cfg)
-            line["rollout_seconds"], sampled = time.time() - began, time.time()
+            sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
             lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
@@ -778,12 +789,10 @@ def train(cfg: Config) -> None:
 
             # 3. Write down what happened; evaluate and save when it is time.
             line |= update_metrics(selections, updates) | {"lr": lr}
-            line["update_seconds"] = time.time() - sampled
-            line["tokens_per_second"] = line["tokens"] / (time.time() - began)
-            line["peak_memory_gb"] = peak_memory_gb()
+            line |= cost_metrics(line["tokens"], began, sampled)
             if is_due(step, cfg.eval_every):
                 line["eval"] = evaluated(model, task, cfg)
-            samples = [sample_row(episode) for episode in episodes[: max(1, cfg.log_samples)]]
+            samples = [sample_row(episode) for episode in episodes]
             run.end_step(line, samples[: cfg.log_samples])
             report.done(line, samples[0])
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes):
