@@ -501,6 +501,14 @@ def update(
     return totals | {"finite": finite}
 
 
+def check_finite(finite: bool, not_finite: int, step: int) -> int:
+    """The number of updates in a row that were left out; raises InputError at the third."""
+    not_finite = 0 if finite else not_finite + 1
+    if not_finite == 3:
+        raise InputError(f"step {step}: three updates in a row were not finite")
+    return not_finite
+
+
 # ============================================================= collecting a rollout batch, Sec. 2.2
 
 
@@ -766,15 +774,15 @@ def train(cfg: Config) -> None:
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
             began = time.time()
             mini_batches = collect(model, reference, task, step, cfg)
-            episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
+            episodes = sum(mini_batches, [])
             line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
             if is_due(step, cfg.dump_every):
                 dump(run, model, task, mini_batches, step, cfg)
             sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
-            optimizer.param_groups[0]["lr"] = lr
+            warm = min(1.0, step / max(1, cfg.warmup_steps))
+            lr = optimizer.param_groups[0]["lr"] = warm * cfg.lr
             selections, updates = [], []
             for number, mini_batch in enumerate(mini_batches):
                 stats = [e.old for e in mini_batch]  # right as long as pi_theta is pi_old
@@ -783,9 +791,7 @@ def train(cfg: Config) -> None:
                 selections.append(form_mask(mini_batch, stats, cfg))
                 if training:
                     updates.append(update(model, optimizer, mini_batch, selections[-1], cfg))
-                    not_finite = 0 if updates[-1]["finite"] else not_finite + 1
-                if not_finite == 3:
-                    raise InputError(f"step {step}: three updates in a row were not finite")
+                    not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
             # 3. Write down what happened; evaluate and save when it is time.
             line |= update_metrics(selections, updates) | {"lr": lr}
