@@ -15,7 +15,14 @@ import stapo
 from reward import load_reward
 from stapo import quantile, stapo_loss
 
-SECTION = ("quantile", "group_advantages", "spurious_mask", "clipped_loss", "ratio_sums")
+SECTION = (
+    "quantile",
+    "group_advantages",
+    "spurious_candidates",
+    "spurious_mask",
+    "clipped_loss",
+    "ratio_sums",
+)
 SECTION += ("stapo_loss", "grpo_loss")
 
 
