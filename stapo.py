@@ -38,12 +38,15 @@ from rollout import (
     Tokenizer,
     TokenStats,
     encode_prompt,
+    forward,
     load_policy,
     load_problems,
     load_tokenizer,
-    pad_batch,
+    micro_batches,
+    pad_like,
     sample,
     sampling_gap,
+    score,
     to_text,
 )
 from support import distributed, progress
@@ -57,7 +60,7 @@ from support.bookkeeping import (
     peak_memory_gb,
     stop,
 )
-from support.distributed import all_cat, all_max, all_sum, gather, rank, world_size
+from support.distributed import all_cat, all_sum, gather, rank, world_size
 from support.dumps import DumpedResponse, make_dump
 from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed, uniform
@@ -347,12 +350,8 @@ class Selection(NamedTuple):
     tokens: int
     kept: int
     candidates: int
+    silenced: int  # candidates that carry none
     finite: bool  # whether every statistic is
-
-    @property
-    def silenced(self) -> int:
-        """Candidates that S2T takes out; 20-entropy has none and drops other tokens."""
-        return self.tokens - self.kept if self.candidates else 0
 
 
 def denominator(method: str, selection: Selection) -> int:
@@ -380,53 +379,6 @@ class Episode:
     ref_logp: torch.Tensor | None = None  # (T,) under the starting model: for GRPO's KL
 
 
-def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Places in `lengths`, longest first, cut so that rows x longest row stays within `budget`.
-
-    Every rank gets the same number of batches: the short ones end with empty batches, whose
-    forward keeps the ranks' collectives in step.
-    """
-    batches: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
-            batches[-1].append(place)
-        else:
-            batches.append([place])
-    return batches + [[]] * (all_max(len(batches)) - len(batches))
-
-
-def forward(
-    model: Model, batch: list[Response], *, logp_only: bool = False
-) -> tuple[TokenStats, torch.Tensor]:
-    """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
-    input_ids, attention_mask, mask = pad_batch(batch or [Response([0], [0], False, "")])
-    on_device = [tensor.to(model.device) for tensor in (input_ids, attention_mask, mask)]
-    return model.token_stats(*on_device, logp_only=logp_only), on_device[2]
-
-
-def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """Ragged (T_i,) rows -> a tensor of mask's shape: the rows where mask is True, 0 elsewhere."""
-    flat = torch.cat(rows).to(mask.device)
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
-
-
-@torch.no_grad()
-def token_statistics(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
-    """Of each response, in their order, under this model: (T,) float32 on the CPU.
-
-    budget: tokens of a micro-batch.
-    """
-    found: dict[int, TokenStats] = {}
-    for places in progress.track(micro_batches([r.length for r in responses], budget), "score"):
-        stats, mask = forward(model, [responses[i] for i in places])
-        if places:
-            flat = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
-            rows = flat.split([len(responses[i].ids) for i in places], dim=1)
-            found |= {i: TokenStats(*row) for i, row in zip(places, rows, strict=True)}
-    distributed.reshard(model)
-    return [found[i] for i in range(len(responses))]
-
-
 def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[TokenStats]:
     """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta.
 
@@ -439,7 +391,7 @@ def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[
     else:  # only right responses can hold candidates
         needed = [i for i, e in enumerate(episodes) if e.advantage > 0]
     responses = [episodes[i].response for i in needed]
-    fresh = token_statistics(model, responses, cfg.tokens_per_micro_batch)
+    fresh = score(model, responses, cfg.tokens_per_micro_batch)
     current = dict(zip(needed, fresh, strict=True))
     return [current.get(i, e.old) for i, e in enumerate(episodes)]
 
@@ -476,6 +428,7 @@ def form_mask(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> 
         tokens=len(keep),
         kept=int(keep.sum()),
         candidates=int(candidates.sum()),
+        silenced=int((candidates & ~keep).sum()),
         finite=bool(logp.isfinite().all() and entropy.isfinite().all()),
     )
 
@@ -596,10 +549,10 @@ def collect(
         )
     rewards = grade(task.reward, responses, posed)
     advantages = group_advantages(torch.tensor(rewards).view(-1, cfg.group_size))  # (P, G)
-    old = token_statistics(model, responses, cfg.tokens_per_micro_batch)
+    old = score(model, responses, cfg.tokens_per_micro_batch)
     ref_logp = [None] * len(responses)
     if reference:
-        scores = token_statistics(reference, responses, cfg.tokens_per_micro_batch)
+        scores = score(reference, responses, cfg.tokens_per_micro_batch)
         ref_logp = [stats.logp for stats in scores]
     stop.leave_if_asked()  # updates that have begun are finished, so the last chance for a while
     columns = posed, responses, rewards, advantages.flatten().tolist(), seeds, old, ref_logp
