@@ -1,4 +1,4 @@
-"""The pages and the recipes: what they name exists, what they define is written, what they show runs."""
+"""Pages and recipes: what they name exists, what they define is written, what they show runs."""
 
 import ast
 import json
@@ -68,15 +68,15 @@ def test_flags_exist(page):
 
 def test_files_that_the_pages_name_exist():
     for page in [*PAGES, *RECIPES]:
-        named = r"(?:docs|recipes|scripts|support|tests)/[\w./-]*\w|\b(?:stapo|eval|reward|rollout)\.py"
-        for file in re.findall(named, page.read_text()):
+        folders = "docs|recipes|scripts|support|tests"
+        for file in re.findall(rf"(?:{folders})/[\w./-]*\w|\b\w+\.py", page.read_text()):
+            if file in ("losses.py", "FILE.py", "stapo_loss.py"):  # verl's, and the reader's own
+                continue
             assert (ROOT / file).exists(), f"{page.name}: {file}"
 
 
 def test_the_flags_that_may_differ_beside_resume():
-    """The page lists them in one paragraph; two of them are explained behind the list."""
-    paragraph = re.search(r"A flag beside `--resume` may differ.*?\.\n", text_of("training.md"), re.S)
-    listed = paragraph[0].partition(" Any other")[0]
+    listed = text_of("training.md").partition("A flag beside")[2].partition("Any other")[0]
     assert set(re.findall(r"`--(\w+)`", listed)) - {"resume"} == CHANGEABLE
 
 
@@ -119,7 +119,7 @@ def test_a_recipe_says_what_it_does(path):
 
 @pytest.fixture(scope="module", params=RECIPES, ids=lambda path: path.name)
 def recipe_run(request, tmp_path_factory):
-    """(flags, directory) of one step of a recipe on the tiny model, evaluation and dump included."""
+    """(flags, directory) of one step of a recipe on the tiny model, with evaluation and dump."""
     folder = tmp_path_factory.mktemp("recipe")
     rows = (TINY / "test.jsonl").read_text().splitlines()[:2]
     (folder / "bench.jsonl").write_text("\n".join(rows))
