@@ -501,6 +501,14 @@ def update(
     return totals | {"finite": finite}
 
 
+def check_finite(finite: bool, not_finite: int, step: int) -> int:
+    """The number of updates in a row that were left out; raises InputError at the third."""
+    not_finite = 0 if finite else not_finite + 1
+    if not_finite == 3:
+        raise InputError(f"step {step}: three updates in a row were not finite")
+    return not_finite
+
+
 # ============================================================= collecting a rollout batch, Sec. 2.2
 
 
@@ -618,6 +626,7 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
     """What the mini-batches of a step add up to; without updates the shares are None."""
     total = {key: sum(u[key] for u in updates) for key in (updates or [{}])[0]}
     forwarded = total.get("tokens", 0)
+    silenced = sum(s.silenced for s in selections)
 
     def per_token(key: str) -> float | None:
         return total[key] / forwarded if forwarded else None
@@ -627,15 +636,25 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
 
     return {
         "candidates": sum(s.candidates for s in selections),
-        "silenced": sum(s.silenced for s in selections),
-        "silenced_fraction": sum(s.silenced for s in selections)
-        / sum(s.tokens for s in selections),
+        "silenced": silenced,
+        "silenced_fraction": silenced / sum(s.tokens for s in selections),
         "clip_low": per_token("clip_low"),
         "clip_high": per_token("clip_high"),
         "ratio_mean": per_token("ratio_sum"),
         "loss": mean("loss"),
         "grad_norm": mean("grad_norm"),
         "skipped_updates": len(updates) - total.get("finite", 0),
+    }
+
+
+def cost_metrics(tokens: int, began: float, sampled: float) -> dict[str, float]:
+    """What a step took on this rank, which began and had sampled and scored at these times."""
+    ended = time.time()
+    return {
+        "rollout_seconds": sampled - began,
+        "update_seconds": ended - sampled,
+        "tokens_per_second": tokens / (ended - began),
+        "peak_memory_gb": peak_memory_gb(),
     }
 
 
@@ -739,9 +758,9 @@ def train(cfg: Config) -> None:
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg), resume=bool(cfg.resume))
     model = load_policy(str(run.checkpoint or cfg.model))
+    reference = load_policy(cfg.model) if with_kl(cfg) else None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    reference = load_policy(cfg.model) if with_kl(cfg) else None
     options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, **options)
     training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
@@ -755,15 +774,15 @@ def train(cfg: Config) -> None:
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
             began = time.time()
             mini_batches = collect(model, reference, task, step, cfg)
-            episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
+            episodes = sum(mini_batches, [])
             line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
             if is_due(step, cfg.dump_every):
                 dump(run, model, task, mini_batches, step, cfg)
-            line["rollout_seconds"], sampled = time.time() - began, time.time()
+            sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
-            optimizer.param_groups[0]["lr"] = lr
+            warm = min(1.0, step / max(1, cfg.warmup_steps))
+            lr = optimizer.param_groups[0]["lr"] = warm * cfg.lr
             selections, updates = [], []
             for number, mini_batch in enumerate(mini_batches):
                 stats = [e.old for e in mini_batch]  # right as long as pi_theta is pi_old
@@ -772,18 +791,14 @@ def train(cfg: Config) -> None:
                 selections.append(form_mask(mini_batch, stats, cfg))
                 if training:
                     updates.append(update(model, optimizer, mini_batch, selections[-1], cfg))
-                    not_finite = 0 if updates[-1]["finite"] else not_finite + 1
-                if not_finite == 3:
-                    raise InputError(f"step {step}: three updates in a row were not finite")
+                    not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
             # 3. Write down what happened; evaluate and save when it is time.
             line |= update_metrics(selections, updates) | {"lr": lr}
-            line["update_seconds"] = time.time() - sampled
-            line["tokens_per_second"] = line["tokens"] / (time.time() - began)
-            line["peak_memory_gb"] = peak_memory_gb()
+            line |= cost_metrics(line["tokens"], began, sampled)
             if is_due(step, cfg.eval_every):
                 line["eval"] = evaluated(model, task, cfg)
-            samples = [sample_row(episode) for episode in episodes[: max(1, cfg.log_samples)]]
+            samples = [sample_row(episode) for episode in episodes]
             run.end_step(line, samples[: cfg.log_samples])
             report.done(line, samples[0])
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes):

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,8 +234,9 @@ def on_ranks(world_size: int, program: Callable[[int], None]) -> list[int]:
     ranks = [fork.Process(target=work, args=(rank,)) for rank in range(world_size)]
     for process in ranks:
         process.start()
+    deadline = time.monotonic() + 60
     for process in ranks:
-        process.join(timeout=30)
+        process.join(timeout=max(0, deadline - time.monotonic()))
     hung = [process for process in ranks if process.is_alive()]
     for process in hung:
         process.kill()
