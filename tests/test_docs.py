@@ -112,7 +112,10 @@ def test_a_recipe_says_what_it_does(path):
     responses = f"{cfg.batch_size * cfg.group_size:,} responses"
     assert f"# {responses} a step" in text and responses in text_of("training.md")
     assert f"{cfg.steps:,} steps of" in text
-    assert cfg.batch_size // cfg.mini_batch_size == 4
+    assert cfg.batch_size == 4 * cfg.mini_batch_size
+    stapo.check_flags(cfg)
+    for ranks in map(int, re.findall(r"--nproc-per-node (\d+)", text)):
+        assert cfg.mini_batch_size % ranks == 0
     for step in map(int, re.findall(r"step_(\d{6})", text)):
         assert step == cfg.steps
 
