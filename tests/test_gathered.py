@@ -1,31 +1,22 @@
-"""A model to sample from beside the sharded one: the same samples, and the gradients after them.
-
-Run with FOLDER as its argument, by torchrun or alone, this file is the worker of its own tests.
-"""
+"""A model to sample from beside the sharded one: the same samples, and the gradients after them."""
 
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import launch
 
-ROOT = Path(__file__).parent.parent
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-TINY = str(ROOT / "tests" / "tiny")
+import rollout
+from support import distributed
+
+TINY = str(Path(__file__).parent / "tiny")
 
 
 def worker(folder: Path) -> None:
     """Writes what rollouts from a sharded model look like, and a gradient after each."""
-    sys.path.insert(0, str(ROOT))
-    import torch.distributed as dist
-
-    import rollout
-    from support import distributed
-
-    torch.set_num_threads(1)
     if "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     distributed.start()
@@ -70,17 +61,9 @@ def worker(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_samples_and_gradients_are_those_of_a_whole_model(ranks, tmp_path):
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, __file__, str(tmp_path)]
-    options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(command, **options)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert launch(worker, ranks, tmp_path / "log", tmp_path) == [0] * ranks
     for rank in range(ranks):
         found = torch.load(tmp_path / f"rank{rank}.pt")
         assert found["same_samples"] == [True, True]
         assert found["sharded"] == [True] * 4  # also after what a stop raises
         assert max(found["gradients"]) < 1e-5
-
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
