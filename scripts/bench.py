@@ -96,7 +96,11 @@ def seconds(call: Callable) -> float:
 def in_turn(ours: Callable, twin: Callable, repeats: int) -> float:
     """How many times faster `ours` is: the median over repeats that time one after the other."""
     ours(), twin()  # so that neither pays for first-time work
-    return statistics.median(1 / (seconds(ours) / seconds(twin)) for _ in range(repeats))
+    ratios = []
+    for _ in range(repeats):
+        taken = seconds(ours)
+        ratios.append(seconds(twin) / taken)
+    return statistics.median(ratios)
 
 
 def row(what: str, value: float, *, least: float = 0.0, most: float = math.inf) -> dict:
