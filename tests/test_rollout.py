@@ -358,6 +358,7 @@ def test_what_poll_raises_ends_the_sampling(family, tokenizer):
 
 def test_sampling_repeats_from_its_seed_and_leaves_training_mode(random_model, tokenizer):
     model = random_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # in training mode: no cache
     settings = {"max_new_tokens": 9, "batch_size": 3}  # half of the prompts wait for a slot
     draws = [sample(model, tokenizer, [[5]] * 6, **settings, seed=s) for s in (3, 3, 4)]
     ids = [[r.ids for r in responses] for responses in draws]
