@@ -111,7 +111,7 @@ def test_one_step_against_loops(method, monkeypatch):
 def test_justrl_and_stapo_part_and_where_rare_fillers_spoil_they_do_not(monkeypatch):
     monkeypatch.setattr(toy, "STEPS", 60)
     (right, justrl, none), (same, stapo, some) = (toy.train(m, 7) for m in ("JustRL", "STAPO"))
-    assert justrl[-1] > 0.95 * justrl[0] > 1.2 * stapo[-1]
+    assert justrl[-1] > justrl[0] > stapo[-1] and justrl[-1] > 1.1 * stapo[-1]
     assert none == 0 < some < 1 and abs(right[-1] - same[-1]) < 2 and right[-1] > 20  # from 12.5
     assert toy.train("JustRL", 7, reward="spoiled")[1][-1] < 0.6 * justrl[0]
 
