@@ -141,8 +141,8 @@ def train(
 
 def draw(rights: dict[tuple[str, str], Tensor], path: str) -> None:
     """rights: (change, method) -> (S, STEPS + 1). Draws means over seeds."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for ax, change in zip(axes, ("unsure, table", "sure, table")):
+    figure, axes = plt.subplots(1, 4, figsize=(11, 3.2), sharey=True, layout="constrained")
+    for ax, change in zip(axes, list(CHANGES)[-4:]):
         for method in ABLATION:
             ax.plot(rights[change, method].mean(0), label=method)
         ax.set(title=change, xlabel="step")
