@@ -12,7 +12,7 @@ import stapo
 from support import dumps
 from support.dumps import DumpedResponse, choose, make_dump, window
 
-FLAGS = "@tests/tiny/args --steps 1 --batch_size 4 --mini_batch_size 4 --group_size 4 --lr 0"
+FLAGS = "@tests/tiny/args --steps 1 --batch_size 12 --mini_batch_size 12 --group_size 4 --lr 0"
 FLAGS += " --max_new_tokens 40 --dump_every 1 --tau_p 0.5"
 
 
