@@ -5,14 +5,18 @@
     torchrun --nproc-per-node 8 eval.py --model M --verifier opencompass/CompassVerifier-3B
 
 Read from top to bottom: flags and benchmarks, the journal that lets a long run survive, sampling
-and grading, the verifier, scores, tables, main. --output receives samples.jsonl
-(every response with its verdict), scores.json and table.md; the same command continues there.
+and grading, the verifier, scores, tables, main. --output receives samples.jsonl (every response
+with its verdict), scores.json and table.md.
+
+Ctrl-C and SIGTERM end it within a few tokens, with exit status 130: there is no table yet. What
+the journal holds is kept, and the same command continues there, on any number of ranks.
 """
 
 import itertools
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,12 +25,12 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 import rollout
 from reward import extract_answer, is_correct
 from rollout import Model, Tokenizer, encode_prompt, load_problems
-from support import distributed
+from support import distributed, progress
+from support.bookkeeping import Parser, Stopped, flag, stop
 from support.distributed import rank, world_size
 from support.errors import InputError
 from support.seeds import mix_seed
@@ -52,19 +56,14 @@ DECODINGS = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}  # temperature, top-p
 Suite = dict[Benchmark, list[dict[str, str]]]  # the problems of each, as load_problems gives them
 
 
-def flag(default: object, text: str) -> Any:
-    make = (lambda: list(default)) if isinstance(default, tuple) else (lambda: default)
-    return field(default_factory=make, metadata={"help": text})
-
-
 @dataclass
 class Config:
     """Every flag; the defaults are the paper's evaluation setup (appendix)."""
 
     model: str = field(metadata={"help": "Hub id or local folder of a causal LM"})
-    benchmarks: list[str] = flag(tuple(b.key for b in BENCHMARKS), "names, .jsonl, .parquet files")
+    benchmarks: list[str] = flag([b.key for b in BENCHMARKS], "names, .jsonl, .parquet files")
     decoding: list[str] = flag(
-        tuple(DECODINGS), "training, justrl or temperature,top-p such as 0.6,0.95; 0,1 is greedy"
+        list(DECODINGS), "training, justrl or temperature,top-p such as 0.6,0.95; 0,1 is greedy"
     )
     data_dir: str = flag("", "read DIR/<name>.jsonl or .parquet (default: from the Hub)")
     samples: int = flag(0, "responses to a problem (0: the benchmark's own; greedy takes 1)")
@@ -85,8 +84,7 @@ def load_benchmarks(
     flag: str = "--benchmarks",
 ) -> Suite:
     """Benchmarks, by name or local file, with their problems; InputError names `flag`."""
-    known = {benchmark.key: benchmark for benchmark in BENCHMARKS}
-    suite: Suite = {}
+    known, suite = {benchmark.key: benchmark for benchmark in BENCHMARKS}, {}
     for name in names:
         is_file = Path(name).suffix in (".jsonl", ".parquet")
         key = Path(name).stem if is_file else name
@@ -111,20 +109,21 @@ def parse_decodings(names: list[str]) -> dict[str, tuple[float, float]]:
     decodings, named = {}, {pair: name for name, pair in DECODINGS.items()}
     for name in names:
         try:
-            temperature, top_p = DECODINGS.get(name) or map(float, name.split(","))
+            pair = DECODINGS.get(name) or tuple(map(float, name.split(",")))
+            temperature, top_p = pair
         except ValueError:
             temperature = top_p = math.nan
         if not (0 <= temperature < math.inf and 0 < top_p <= 1):
             choices = f"{', '.join(DECODINGS)} or temperature,top-p such as 0.6,0.95"
             raise InputError(f"--decoding {name}: has to be {choices}")
-        decodings[named.get((temperature, top_p), f"{temperature:g},{top_p:g}")] = (
-            temperature,
-            top_p,
-        )
+        decodings[named.get(pair, f"{temperature:g},{top_p:g}")] = pair
     return decodings
 
 
 # ------------------------------------------------------------------------------------ the journal
+
+TAIL = 2000  # characters of a response that the verifier sees
+ROUND = 2  # batches between writes: freed slots take the next prompt, so longer rounds waste less
 
 
 class Key(NamedTuple):
@@ -140,92 +139,63 @@ def row_key(row: dict) -> Key:
     return Key(*(row[name] for name in Key._fields))
 
 
+def without_text(row: dict) -> dict:
+    """A row as scores and the verifier need it: a response's end where it was refused."""
+    tail = "" if row["correct"] else row.get("response", "").strip()[-TAIL:]
+    return row | {"response": tail}
+
+
 def read_rows(path: Path) -> Iterator[dict]:
-    """The rows of a .jsonl file; a line that a crash tore is passed over."""
-    with path.open("rb") as lines:
+    """The rows of a .jsonl file, without their texts. Lines that a crash tore are taken out."""
+    whole = path.with_suffix(".partial")
+    with path.open("rb") as lines, whole.open("wb") as kept:
         for line in lines:
             try:
-                row = json.loads(line)
+                yield without_text(json.loads(line))
             except ValueError:
                 continue
-            yield row
-
-
-def write_rows(path: Path, rows: Iterable[dict], mode: str) -> None:
-    with path.open(mode, encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-TAIL = 2000  # characters of a response that the verifier sees
-ROUND = 2  # batches between writes: freed slots take the next prompt, so longer rounds waste less
-
-
-class Stopped(Exception):
-    """A wish to stop has ended the sampling of some rank."""
+            kept.write(line.rstrip(b"\n") + b"\n")
+    whole.replace(path)
 
 
 class Journal:
-    """The rows of a .jsonl file, by key, appended as they come; without a path, in memory alone.
+    """Rows by key, each of them a line of a .jsonl file too; without a path in memory alone.
 
-    Rank 0 writes the file; every rank holds all rows, with the last TAIL characters of a response.
+    Rank 0 reads and writes the file. Every rank holds all rows, without their texts.
     """
 
     def __init__(self, path: Path | None = None):
-        self.path, self.rows = path, {}
-        if path and path.exists():
-            self.keep(read_rows(path))
-            self.tidy()
-
-    def keep(self, rows: Iterable[dict]) -> None:
-        for row in rows:
-            self.rows[row_key(row)] = row | {"response": row.get("response", "").strip()[-TAIL:]}
-
-    def append(self, rows: list[dict]) -> None:
-        rows = [row for row in rows if row_key(row) not in self.rows]
-        self.keep(rows)
-        if self.path and rank() == 0:
-            write_rows(self.path, rows, "a")
-
-    def tidy(self) -> None:
-        """Rewrite the file with its whole rows, each once, in the order of keys."""
-        if self.path and rank() == 0:
-            rows = {row_key(row): row for row in read_rows(self.path)}
-            whole = self.path.with_suffix(".partial")
-            write_rows(whole, [rows[key] for key in sorted(rows)], "w")
-            whole.replace(self.path)
+        self.path = path
+        begun = path and rank() == 0 and path.exists()
+        rows = list(read_rows(path)) if begun else []
+        self.rows = {row_key(row): row for row in distributed.broadcast(rows)}
 
     def complete(
-        self,
-        keys: Iterable[Key],
-        size: int,
-        work: Callable[[list[Key]], list[dict]],
-        label: str = "",
+        self, keys: Iterable[Key], batch_size: int, work: Callable[[list[Key]], list[dict]]
     ) -> None:
-        """Have `work` make the missing rows, in rounds of ROUND x `size` rows on each rank.
+        """Have `work` make the missing rows, ROUND batches on each rank between two writes.
 
-        work: keys of one benchmark and decoding -> what their rows hold beyond the key, in the
-        same order. A row depends on its key and the flags alone, so that neither the number of
-        ranks nor an interruption changes it. A crash loses the round it happens in. Where a rank's
-        work is None, every rank raises Stopped.
+        work: some keys of one benchmark and decoding -> their rows. A row depends on its key and
+        the flags alone, so that neither the number of ranks nor an interruption changes it. What
+        interrupts a round, be it Stopped or a crash, loses that round.
         """
         missing = [key for key in keys if key not in self.rows]
-        step = ROUND * size * world_size()
-        for name in dict.fromkeys(key[:2] for key in missing):
-            group = [key for key in missing if key[:2] == name]
-            with tqdm(total=len(group), desc=label + " ".join(name), disable=rank() > 0) as bar:
-                for start in range(0, len(group), step):
-                    asked = group[start : start + step]
-                    share = asked[rank() :: world_size()]
-                    made = work(share) if share else []
-                    rows = made and [key._asdict() | row for key, row in zip(share, made)]
-                    parts = distributed.gather(rows)
-                    if None in parts:
-                        raise Stopped
-                    self.append(sorted(itertools.chain(*parts), key=row_key))
-                    right = [row["correct"] for key, row in self.rows.items() if key[:2] == name]
-                    bar.set_postfix(right=f"{fmean(right):.1%}", refresh=False)
-                    bar.update(len(asked))
-        self.tidy()
+        size = ROUND * batch_size * world_size()
+        for name, group in itertools.groupby(missing, lambda key: key[:2]):
+            group = list(group)
+            with progress.bar(len(group), " ".join(name)) as bar:
+                for start in range(0, len(group), size):
+                    share, made = group[start : start + size][rank() :: world_size()], []
+                    with stop.together():  # also on a rank without a share
+                        made = work(share) if share else []
+                    rows = sorted(itertools.chain(*distributed.gather(made)), key=row_key)
+                    if self.path and rank() == 0:
+                        with self.path.open("a", encoding="utf-8") as file:
+                            file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+                    self.rows |= {row_key(row): without_text(row) for row in rows}
+                    right = fmean(row["correct"] for row in rows)
+                    bar.set_postfix(right=f"{right:.1%}", refresh=False)
+                    bar.update(len(rows))
 
 
 # ----------------------------------------------------------------------------- sampling and grading
@@ -237,15 +207,17 @@ def sample_suite(
     suite: Suite,
     decodings: dict[str, tuple[float, float]],
     journal: Journal,
-    cfg: Any,
-    sampler: Callable | None = None,
+    *,
+    instruction: str,
+    max_new_tokens: int,
+    rollout_batch_size: int,
+    seed: int,
 ) -> dict[Key, dict]:
     """{key: row}: a graded response for every benchmark, decoding, problem and sample.
 
-    cfg: rollout_batch_size, max_new_tokens, seed and instruction, as Config has them. sampler
-    stands for rollout.sample; where it returns None, Stopped is raised.
+    The keywords are flags of Config. Raises InputError where the journal holds responses to other
+    problems, and Stopped on every rank where a stop was asked for.
     """
-    sampler = sampler or rollout.sample
     problems = {benchmark.key: rows for benchmark, rows in suite.items()}
     keys: list[Key] = []
     for decoding, (temperature, _) in decodings.items():
@@ -258,22 +230,24 @@ def sample_suite(
             held = f"--output {journal.path.parent}: holds samples of another {key.benchmark}"
             raise InputError(f"{held}; name another directory")
 
-    def work(asked: list[Key]) -> list[dict] | None:
+    def work(asked: list[Key]) -> list[dict]:
         temperature, top_p = decodings[asked[0].decoding]
         posed = [problems[key.benchmark][key.problem] for key in asked]
-        responses = sampler(
+        responses = rollout.sample(
             model,
             tokenizer,
-            [encode_prompt(tokenizer, problem["problem"], cfg.instruction) for problem in posed],
-            max_new_tokens=cfg.max_new_tokens,
+            [encode_prompt(tokenizer, problem["problem"], instruction) for problem in posed],
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
-            batch_size=cfg.rollout_batch_size,
-            seed=[mix_seed(cfg.seed, *key) for key in asked],
-            progress="responses" if rank() == 0 else None,
+            batch_size=rollout_batch_size,
+            seed=[mix_seed(seed, *key) for key in asked],
+            progress="responses",
+            poll=stop.poll,
         )
-        return responses and [
-            {
+        return [
+            key._asdict()
+            | {
                 "gold": problem["answer"],
                 "answer": extract_answer(response.text),
                 "correct": is_correct(response.text, problem["answer"]),
@@ -281,25 +255,24 @@ def sample_suite(
                 "truncated": response.truncated,
                 "response": response.text,
             }
-            for problem, response in zip(posed, responses, strict=True)
+            for key, problem, response in zip(asked, posed, responses, strict=True)
         ]
 
-    journal.complete(keys, cfg.rollout_batch_size, work)
+    journal.complete(keys, rollout_batch_size, work)
     return {key: journal.rows[key] for key in keys}
 
 
 def evaluate(
-    model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any, stop: Any = None
+    model: Model, tokenizer: Tokenizer, suite: Suite, **flags: Any
 ) -> dict[str, dict] | None:
     """{benchmark: scores} of a model in memory under the training decoding; writes no file.
 
-    cfg as in sample_suite. Called by every rank, which all get the scores. None where `stop`, a
-    run's wish to stop, came first.
+    flags: the keywords of sample_suite. Every rank calls it and gets the scores, or None where a
+    stop was asked for.
     """
     decodings = {"training": DECODINGS["training"]}
-    sampler = stop.interruptible(rollout.sample) if stop else None
     try:
-        samples = sample_suite(model, tokenizer, suite, decodings, Journal(), cfg, sampler)
+        samples = sample_suite(model, tokenizer, suite, decodings, Journal(), **flags)
     except Stopped:
         return None
     return summarize(samples)["training"]
@@ -348,27 +321,39 @@ def verify(
     suite: Suite,
     samples: dict[Key, dict],
     verdicts: Journal,
-    size: int,
+    batch_size: int,
 ) -> None:
     """Fill `verdicts` with the verifier's word on every response that the rule refused.
 
-    samples: what sample_suite returned; size: of a batch.
+    samples: what sample_suite returned. Raises Stopped on every rank where a stop was asked for.
     """
     problems = {benchmark.key: rows for benchmark, rows in suite.items()}
 
-    def prompt(key: Key) -> list[int]:
-        problem, tail = problems[key.benchmark][key.problem], samples[key]["response"]
-        text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
-        return encode_prompt(tokenizer, text, "")
-
     def work(asked: list[Key]) -> list[dict]:
-        prompts, options = [prompt(key) for key in asked], {"temperature": 0, "batch_size": size}
-        replies = rollout.sample(model, tokenizer, prompts, max_new_tokens=16, **options)
-        parsed = [(parse_verdict(reply.text), reply.text) for reply in replies]
-        return [{"verdict": v, "correct": v == "CORRECT", "reply": reply} for v, reply in parsed]
+        prompts = []
+        for key in asked:
+            problem, tail = problems[key.benchmark][key.problem], samples[key]["response"]
+            text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
+            prompts.append(encode_prompt(tokenizer, text, instruction=""))
+        replies = rollout.sample(
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=16,
+            temperature=0,
+            batch_size=batch_size,
+            progress="verdicts",
+            poll=stop.poll,
+        )
+        rows = []
+        for key, reply in zip(asked, replies, strict=True):
+            verdict = parse_verdict(reply.text)
+            row = {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply.text}
+            rows.append(key._asdict() | row)
+        return rows
 
     refused = [key for key, row in samples.items() if not row["correct"]]
-    verdicts.complete(refused, size, work, "verifier, ")
+    verdicts.complete(refused, batch_size, work)
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -396,11 +381,12 @@ def accuracy(rows: list[dict]) -> dict:
     }
 
 
-def summarize(
-    samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None
-) -> dict[str, dict[str, dict]]:
-    """{decoding: {benchmark: scores}}; lengths in tokens, fractions 0 to 1, the rest in percent."""
-    scores: dict[str, dict[str, dict]] = {}
+Scores = dict[str, dict[str, dict]]  # {decoding: {benchmark: summary}}
+
+
+def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None) -> Scores:
+    """The summary of every benchmark: lengths in tokens, fractions 0 to 1, the rest in percent."""
+    scores: Scores = {}
     for (name, decoding), keys in itertools.groupby(samples, lambda key: key[:2]):
         rows = [samples[key] for key in keys]
         scores.setdefault(decoding, {})[name] = summary = accuracy(rows) | {
@@ -420,47 +406,53 @@ def summarize(
 # ------------------------------------------------------------------------------------------ tables
 
 
-def tables(model: str, suite: Suite, scores: dict[str, dict[str, dict]]) -> str:
-    """Markdown: the paper's table, the second decoding in brackets, and all that is behind it."""
+def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) -> str:
+    """The paper's table in Markdown: mean@N in percent, the second decoding in brackets."""
 
-    def bracket(values: list[str]) -> str:
+    def cell(values: list[str]) -> str:
         return values[0] + (f" ({', '.join(values[1:])})" if values[1:] else "")
+
+    rows = [["model", "decoding", "graded by", *(b.title for b in suite), "mean"]]
+    for grader in graders:
+        means = []  # for each column its number under each decoding
+        for benchmark in suite:
+            found = [summaries[benchmark.key] for summaries in scores.values()]
+            graded = found if grader == "rule" else [summary["verified"] for summary in found]
+            means.append([summary["mean"] for summary in graded])
+        means.append([fmean(column) for column in zip(*means, strict=True)])
+        cells = [cell([f"{mean:.2f}" for mean in column]) for column in means]
+        rows.append([model, cell(list(scores)), grader, *cells])
+    return markdown(rows)
+
+
+def details_table(suite: Suite, scores: Scores) -> str:
+    """A row for each benchmark and decoding, in Markdown: what is behind the results table."""
 
     def with_error(summary: dict) -> str:
         error = summary["standard_error"]
         return f"{summary['mean']:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
-    every = [(b.title, name, summary[b.key]) for name, summary in scores.items() for b in suite]
-    verified = "verified" in every[0][2]
-    results = [["model", "decoding", "graded by", *(b.title for b in suite), "mean"]]
-    for grader in ["rule", "rule, then verifier"][: 1 + verified]:
-        pick = (
-            (lambda summary: summary) if grader == "rule" else (lambda summary: summary["verified"])
-        )
-        means = [[pick(summary[b.key])["mean"] for summary in scores.values()] for b in suite]
-        means.append([fmean(column) for column in zip(*means, strict=True)])
-        cells = [bracket([f"{mean:.2f}" for mean in row]) for row in means]
-        results.append([model, bracket(list(scores)), grader, *cells])
-
-    ks = sorted({k for *_, summary in every for k in summary["pass_at_k"]})
-    header = ["benchmark", "decoding", "problems x samples", "mean@N", *(f"pass@{k}" for k in ks)]
-    extra = ["mean@N with verifier", "CORRECT (changed)", *VERDICTS[1:]] if verified else []
-    details = [[*header, "tokens", "truncated", "no box", *extra]]
-    for title, decoding, summary in every:
-        row = [
-            title,
-            decoding,
-            f"{summary['problems']} x {summary['samples']}",
-            with_error(summary),
-        ]
-        row += [f"{summary['pass_at_k'][k]:.2f}" if k in summary["pass_at_k"] else "" for k in ks]
-        row += [f"{summary['response_length']:.1f}", f"{summary['truncated_fraction']:.1%}"]
-        row += [f"{summary['no_box_fraction']:.1%}"]
-        if verified:
+    found = [(b, name, summaries[b.key]) for name, summaries in scores.items() for b in suite]
+    ks, rows = sorted({k for *_, summary in found for k in summary["pass_at_k"]}), []
+    for benchmark, decoding, summary in found:
+        chances = {k: f"{chance:.2f}" for k, chance in summary["pass_at_k"].items()}
+        row = {
+            "benchmark": benchmark.title,
+            "decoding": decoding,
+            "problems x samples": f"{summary['problems']} x {summary['samples']}",
+            "mean@N": with_error(summary),
+            **{f"pass@{k}": chances.get(k, "") for k in ks},
+            "tokens": f"{summary['response_length']:.1f}",
+            "truncated": f"{summary['truncated_fraction']:.1%}",
+            "no box": f"{summary['no_box_fraction']:.1%}",
+        }
+        if "verified" in summary:
             again = summary["verified"]
-            row += [with_error(again), *(str(again[verdict]) for verdict in VERDICTS)]
-        details.append(row)
-    return f"{markdown(results)}\n{markdown(details)}"
+            row["mean@N with verifier"] = with_error(again)
+            row["CORRECT (changed)"] = str(again["CORRECT"])
+            row |= {verdict: str(again[verdict]) for verdict in VERDICTS[1:]}
+        rows.append(row)
+    return markdown([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -496,14 +488,22 @@ def open_output(cfg: Config) -> Path:
 
 
 def load(name: str) -> tuple[Model, Tokenizer]:
-    """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU."""
+    """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU.
+
+    The ranks take turns: what training saves is float32 and becomes bfloat16 in host memory, where
+    one such copy at a time is enough. (A bfloat16 checkpoint is a mapped file that ranks share.)
+    """
     device = distributed.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return rollout.load_model(name, dtype, device), rollout.load_tokenizer(name)
+    for turn in range(world_size()):
+        if turn == rank():
+            model = rollout.load_model(name, dtype, device)
+        distributed.barrier()
+    return model, rollout.load_tokenizer(name)
 
 
 def run(cfg: Config) -> None:
-    """Sample, grade, judge and print; raises InputError."""
+    """Sample, grade, judge and print. Raises InputError, and Stopped where a stop was asked for."""
     least = {"samples": 0, "limit": 0, "max_new_tokens": 1, "rollout_batch_size": 1}
     for name in [name for name in least if getattr(cfg, name) < least[name]]:
         raise InputError(f"--{name} {getattr(cfg, name)}: has to be at least {least[name]}")
@@ -512,19 +512,23 @@ def run(cfg: Config) -> None:
     for name in [cfg.model, cfg.verifier][: 1 + bool(cfg.verifier)]:
         rollout.load_tokenizer(name)  # a wrong name fails here, not after hours
     folder = open_output(cfg)
-    journal = Journal(folder / "samples.jsonl")
+    journal, verdicts = Journal(folder / "samples.jsonl"), None
     model, tokenizer = load(cfg.model)
-    if not tokenizer.chat_template and rank() == 0:
-        print(f"{cfg.model} has no chat template: problems go in as plain text")
-    samples, verdicts = sample_suite(model, tokenizer, suite, decodings, journal, cfg), None
+    if not tokenizer.chat_template:
+        progress.say(f"{cfg.model} has no chat template: problems go in as plain text")
+    stop.listen()
+    names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
+    flags = {name: getattr(cfg, name) for name in names}
+    samples = sample_suite(model, tokenizer, suite, decodings, journal, **flags)
     if cfg.verifier:
         del model  # its memory is the verifier's
         verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
-        judge = load(cfg.verifier)
-        verify(*judge, suite, samples, verdicts, cfg.rollout_batch_size)
+        verify(*load(cfg.verifier), suite, samples, verdicts, cfg.rollout_batch_size)
     scores = summarize(samples, verdicts and verdicts.rows)
     if rank() == 0:
-        text = tables(cfg.model, suite, scores)
+        graders = ["rule", "rule, then verifier"] if cfg.verifier else ["rule"]
+        text = results_table(cfg.model, suite, scores, graders)
+        text += "\n" + details_table(suite, scores)
         (folder / "table.md").write_text(text, encoding="utf-8")
         document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2)
         (folder / "scores.json").write_text(document + "\n", encoding="utf-8")
@@ -533,8 +537,14 @@ def run(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
-        parser = distributed.Parser(Config, description=__doc__.split("\n")[0])
-        run(Config(**vars(parser.parse_args(argv))))
+        parser = Parser(Config, __doc__.split("\n")[0])
+        cfg = Config(**vars(parser.parse_args(argv)))
+        progress.quiet_libraries()
+        try:
+            run(cfg)
+        except Stopped:
+            progress.warn("eval.py: stopped; the same command continues where it was")
+            sys.exit(130)  # what shells expect after an interruption
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from support import distributed
 from support.decoding import CACHE_BLOCK, CHECK_EVERY, decoding_loop, until_stop
 from support.errors import InputError, first_line
 from support.progress import bar as progress_bar
-from support.progress import quiet_datasets, say
+from support.progress import quiet_datasets, say, track
 from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -427,6 +427,53 @@ def pad_batch(
         attention[i, :end] = True
         response_mask[i, start:end] = True
     return ids.to(device), attention.to(device), response_mask.to(device)
+
+
+def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
+    """Places in `lengths`, longest first, cut so that rows x longest row stays within `budget`.
+
+    Every rank gets the same number of batches: the short ones end with empty batches, whose
+    forward keeps the ranks' collectives in step.
+    """
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches + [[]] * (distributed.all_max(len(batches)) - len(batches))
+
+
+def forward(
+    model: Model, batch: list[Response], *, logp_only: bool = False
+) -> tuple[TokenStats, torch.Tensor]:
+    """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
+    batch = batch or [Response([0], [0], False, "")]
+    input_ids, attention_mask, mask = pad_batch(batch, model.device)
+    return model.token_stats(input_ids, attention_mask, mask, logp_only=logp_only), mask
+
+
+def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """Ragged (T_i,) rows -> a tensor of mask's shape: the rows where mask is True, 0 elsewhere."""
+    flat = torch.cat(rows).to(mask.device)
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
+
+
+@torch.no_grad()
+def score(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
+    """The statistics of each response's tokens under this model: (T,) float32 on the CPU.
+
+    In the order of `responses`; `budget` is the tokens of a micro-batch.
+    """
+    found: dict[int, TokenStats] = {}
+    for places in track(micro_batches([r.length for r in responses], budget), "score"):
+        stats, mask = forward(model, [responses[i] for i in places])
+        if places:
+            flat = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
+            rows = flat.split([len(responses[i].ids) for i in places], dim=1)
+            found |= {i: TokenStats(*row) for i, row in zip(places, rows, strict=True)}
+    distributed.reshard(model)
+    return [found[i] for i in range(len(responses))]
 
 
 def token_stats(

@@ -38,12 +38,15 @@ from rollout import (
     Tokenizer,
     TokenStats,
     encode_prompt,
+    forward,
     load_policy,
     load_problems,
     load_tokenizer,
-    pad_batch,
+    micro_batches,
+    pad_like,
     sample,
     sampling_gap,
+    score,
     to_text,
 )
 from support import distributed, progress
@@ -57,7 +60,7 @@ from support.bookkeeping import (
     peak_memory_gb,
     stop,
 )
-from support.distributed import all_cat, all_max, all_sum, gather, rank, world_size
+from support.distributed import all_cat, all_sum, gather, rank, world_size
 from support.dumps import DumpedResponse, make_dump
 from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed, uniform
@@ -347,12 +350,8 @@ class Selection(NamedTuple):
     tokens: int
     kept: int
     candidates: int
+    silenced: int  # candidates that carry none
     finite: bool  # whether every statistic is
-
-    @property
-    def silenced(self) -> int:
-        """Candidates that S2T takes out; 20-entropy has none and drops other tokens."""
-        return self.tokens - self.kept if self.candidates else 0
 
 
 def denominator(method: str, selection: Selection) -> int:
@@ -380,53 +379,6 @@ class Episode:
     ref_logp: torch.Tensor | None = None  # (T,) under the starting model: for GRPO's KL
 
 
-def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Places in `lengths`, longest first, cut so that rows x longest row stays within `budget`.
-
-    Every rank gets the same number of batches: the short ones end with empty batches, whose
-    forward keeps the ranks' collectives in step.
-    """
-    batches: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
-            batches[-1].append(place)
-        else:
-            batches.append([place])
-    return batches + [[]] * (all_max(len(batches)) - len(batches))
-
-
-def forward(
-    model: Model, batch: list[Response], *, logp_only: bool = False
-) -> tuple[TokenStats, torch.Tensor]:
-    """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
-    input_ids, attention_mask, mask = pad_batch(batch or [Response([0], [0], False, "")])
-    on_device = [tensor.to(model.device) for tensor in (input_ids, attention_mask, mask)]
-    return model.token_stats(*on_device, logp_only=logp_only), on_device[2]
-
-
-def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """Ragged (T_i,) rows -> a tensor of mask's shape: the rows where mask is True, 0 elsewhere."""
-    flat = torch.cat(rows).to(mask.device)
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
-
-
-@torch.no_grad()
-def token_statistics(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
-    """Of each response, in their order, under this model: (T,) float32 on the CPU.
-
-    budget: tokens of a micro-batch.
-    """
-    found: dict[int, TokenStats] = {}
-    for places in progress.track(micro_batches([r.length for r in responses], budget), "score"):
-        stats, mask = forward(model, [responses[i] for i in places])
-        if places:
-            flat = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
-            rows = flat.split([len(responses[i].ids) for i in places], dim=1)
-            found |= {i: TokenStats(*row) for i, row in zip(places, rows, strict=True)}
-    distributed.reshard(model)
-    return [found[i] for i in range(len(responses))]
-
-
 def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[TokenStats]:
     """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta.
 
@@ -439,7 +391,7 @@ def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[
     else:  # only right responses can hold candidates
         needed = [i for i, e in enumerate(episodes) if e.advantage > 0]
     responses = [episodes[i].response for i in needed]
-    fresh = token_statistics(model, responses, cfg.tokens_per_micro_batch)
+    fresh = score(model, responses, cfg.tokens_per_micro_batch)
     current = dict(zip(needed, fresh, strict=True))
     return [current.get(i, e.old) for i, e in enumerate(episodes)]
 
@@ -476,6 +428,7 @@ def form_mask(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> 
         tokens=len(keep),
         kept=int(keep.sum()),
         candidates=int(candidates.sum()),
+        silenced=int((candidates & ~keep).sum()),
         finite=bool(logp.isfinite().all() and entropy.isfinite().all()),
     )
 
@@ -548,6 +501,14 @@ def update(
     return totals | {"finite": finite}
 
 
+def check_finite(finite: bool, not_finite: int, step: int) -> int:
+    """The number of updates in a row that were left out; raises InputError at the third."""
+    not_finite = 0 if finite else not_finite + 1
+    if not_finite == 3:
+        raise InputError(f"step {step}: three updates in a row were not finite")
+    return not_finite
+
+
 # ============================================================= collecting a rollout batch, Sec. 2.2
 
 
@@ -596,10 +557,10 @@ def collect(
         )
     rewards = grade(task.reward, responses, posed)
     advantages = group_advantages(torch.tensor(rewards).view(-1, cfg.group_size))  # (P, G)
-    old = token_statistics(model, responses, cfg.tokens_per_micro_batch)
+    old = score(model, responses, cfg.tokens_per_micro_batch)
     ref_logp = [None] * len(responses)
     if reference:
-        scores = token_statistics(reference, responses, cfg.tokens_per_micro_batch)
+        scores = score(reference, responses, cfg.tokens_per_micro_batch)
         ref_logp = [stats.logp for stats in scores]
     stop.leave_if_asked()  # updates that have begun are finished, so the last chance for a while
     columns = posed, responses, rewards, advantages.flatten().tolist(), seeds, old, ref_logp
@@ -665,6 +626,7 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
     """What the mini-batches of a step add up to; without updates the shares are None."""
     total = {key: sum(u[key] for u in updates) for key in (updates or [{}])[0]}
     forwarded = total.get("tokens", 0)
+    silenced = sum(s.silenced for s in selections)
 
     def per_token(key: str) -> float | None:
         return total[key] / forwarded if forwarded else None
@@ -674,15 +636,25 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
 
     return {
         "candidates": sum(s.candidates for s in selections),
-        "silenced": sum(s.silenced for s in selections),
-        "silenced_fraction": sum(s.silenced for s in selections)
-        / sum(s.tokens for s in selections),
+        "silenced": silenced,
+        "silenced_fraction": silenced / sum(s.tokens for s in selections),
         "clip_low": per_token("clip_low"),
         "clip_high": per_token("clip_high"),
         "ratio_mean": per_token("ratio_sum"),
         "loss": mean("loss"),
         "grad_norm": mean("grad_norm"),
         "skipped_updates": len(updates) - total.get("finite", 0),
+    }
+
+
+def cost_metrics(tokens: int, began: float, sampled: float) -> dict[str, float]:
+    """What a step took on this rank, which began and had sampled and scored at these times."""
+    ended = time.time()
+    return {
+        "rollout_seconds": sampled - began,
+        "update_seconds": ended - sampled,
+        "tokens_per_second": tokens / (ended - began),
+        "peak_memory_gb": peak_memory_gb(),
     }
 
 
@@ -786,9 +758,9 @@ def train(cfg: Config) -> None:
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg), resume=bool(cfg.resume))
     model = load_policy(str(run.checkpoint or cfg.model))
+    reference = load_policy(cfg.model) if with_kl(cfg) else None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    reference = load_policy(cfg.model) if with_kl(cfg) else None
     options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, **options)
     training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
@@ -802,15 +774,15 @@ def train(cfg: Config) -> None:
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
             began = time.time()
             mini_batches = collect(model, reference, task, step, cfg)
-            episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
+            episodes = sum(mini_batches, [])
             line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
             if is_due(step, cfg.dump_every):
                 dump(run, model, task, mini_batches, step, cfg)
-            line["rollout_seconds"], sampled = time.time() - began, time.time()
+            sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            lr = cfg.lr * min(1.0, step / max(1, cfg.warmup_steps))
-            optimizer.param_groups[0]["lr"] = lr
+            warm = min(1.0, step / max(1, cfg.warmup_steps))
+            lr = optimizer.param_groups[0]["lr"] = warm * cfg.lr
             selections, updates = [], []
             for number, mini_batch in enumerate(mini_batches):
                 stats = [e.old for e in mini_batch]  # right as long as pi_theta is pi_old
@@ -819,18 +791,14 @@ def train(cfg: Config) -> None:
                 selections.append(form_mask(mini_batch, stats, cfg))
                 if training:
                     updates.append(update(model, optimizer, mini_batch, selections[-1], cfg))
-                    not_finite = 0 if updates[-1]["finite"] else not_finite + 1
-                if not_finite == 3:
-                    raise InputError(f"step {step}: three updates in a row were not finite")
+                    not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
             # 3. Write down what happened; evaluate and save when it is time.
             line |= update_metrics(selections, updates) | {"lr": lr}
-            line["update_seconds"] = time.time() - sampled
-            line["tokens_per_second"] = line["tokens"] / (time.time() - began)
-            line["peak_memory_gb"] = peak_memory_gb()
+            line |= cost_metrics(line["tokens"], began, sampled)
             if is_due(step, cfg.eval_every):
                 line["eval"] = evaluated(model, task, cfg)
-            samples = [sample_row(episode) for episode in episodes[: max(1, cfg.log_samples)]]
+            samples = [sample_row(episode) for episode in episodes]
             run.end_step(line, samples[: cfg.log_samples])
             report.done(line, samples[0])
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes):

@@ -1,15 +1,16 @@
-"""Speed and memory, measured: pairs that do the same work, in turn, in one process, as ratios.
+"""Speed and memory, measured in pairs that do the same work in turn, as ratios; and counted tables.
 
-    python scripts/bench.py                       # counts head update rollout step memory
+    python scripts/bench.py                       # counts head update rollout step memory costs
     python scripts/bench.py update step --quick   # small shapes: what the tests run; no bar applies
 
-Each pair is this project's fast code and a plain twin that computes the same result (it is checked
-to), or TRL's trainer in `step`, which is left out aloud where trl is not installed. A CPU runs on
-one thread. A ratio is the median over the repeats of (twin's seconds / ours), each repeat a pair.
-The last line of every table names machine, versions and date.
+`head`, `update` and `rollout` run this project's code beside a plain twin that computes the same
+(it is checked to), `step` beside TRL's trainer where trl is installed. A CPU runs on one thread. A
+ratio is the median over pairs. `counts` counts what a decoding step moves on a GPU; `memory` and
+`costs` are the tables of costs.py.
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -23,58 +24,56 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import costs
+from costs import log_normal_lengths, qwen3
+
 import rollout
 import stapo
-from rollout import HeadStats, Response, head_stats, sample, token_stats
-from support import bookkeeping, decoding, distributed
+from rollout import Response, head_stats
+from support import decoding, distributed
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-GIB = 2**30
-EOS, PAD = 0, 1  # of the tiny models; every other id is a word
-# The published shapes of Qwen3, from which `memory` counts and CUDA models are built.
-QWEN3 = {
-    name: {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": intermediate,
-        "vocab_size": 151936,
-        "tie_word_embeddings": tied,
-    }
-    for name, hidden, layers, heads, intermediate, tied in (
-        ("0.6B", 1024, 28, 16, 3072, True),
-        ("1.7B", 2048, 28, 16, 6144, True),
-        ("8B", 4096, 36, 32, 12288, False),
-        ("14B", 5120, 40, 40, 17408, False),
+EOS, PAD, SEPARATOR = 0, 1, 2  # ids of the random models; every other id is a word
+
+# ---------------------------------------- models
+
+
+def small_shape(quick: bool) -> Qwen3Config:
+    """A Qwen3 for one CPU thread."""
+    width = 32 if quick else 128
+    return Qwen3Config(
+        hidden_size=width,
+        num_hidden_layers=2 if quick else 4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        intermediate_size=3 * width,
+        vocab_size=1024,
+        tie_word_embeddings=True,
     )
-}
-# Bytes a second of the GPU's memory, for the roofline: the vendor's figures.
-BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
 
 
-# ---------------------------------------- measuring, printing
+def random_model(config: Qwen3Config) -> Qwen3ForCausalLM:
+    """A model with random weights that stapo.py's functions accept."""
+    torch.manual_seed(0)
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
+    with DEVICE:
+        return rollout.with_methods(Qwen3ForCausalLM(config).eval())
+
+
+# ---------------------------------------- measuring
 
 
 def clock() -> float:
@@ -84,54 +83,35 @@ def clock() -> float:
     """
     if CUDA:
         torch.cuda.synchronize()
-    return time.perf_counter() if CUDA else time.process_time()
+        return time.perf_counter()
+    return time.process_time()
 
 
-def seconds(call) -> float:
+def seconds(call: Callable) -> float:
     start = clock()
     call()
     return clock() - start
 
 
-def in_turn(ours, twin, repeats: int, warm: bool = True) -> float:
-    """How many times faster `ours` is: the median over repeats that time one after the other.
+def in_turn(ours: Callable, twin: Callable, repeats: int) -> float:
+    """How many times faster `ours` is: the median over repeats that time one after the other."""
+    ours(), twin()  # so that neither pays for first-time work
+    ratios = []
+    for _ in range(repeats):
+        taken = seconds(ours)
+        ratios.append(seconds(twin) / taken)
+    return statistics.median(ratios)
 
-    With `warm` each is called once before, so that neither pays for first-time work.
-    """
-    if warm:
-        ours(), twin()
-    return statistics.median(1 / (seconds(ours) / seconds(twin)) for _ in range(repeats))
 
-
-def row(what: str, value: float, *, least: float | None = None, most: float | None = None) -> dict:
+def row(what: str, value: float, *, least: float = 0.0, most: float = math.inf) -> dict:
     """A line of the table; `least` or `most` is its bar, where it has one."""
-    bar = (
-        ""
-        if least is None and most is None
-        else f"at least {least}"
-        if least
-        else f"at most {most}"
-    )
-    holds = (least is None or value >= least) and (most is None or value <= most)
-    return {"what": what, "value": value, "bar": bar, "holds": holds if bar else None}
-
-
-def cpu(bar: float) -> float | None:
-    """A bar for shapes that keep a CPU busy; on a GPU they measure the host."""
-    return None if CUDA else bar
+    bar = f"at least {least:g}" if least else f"at most {most:g}" if most < math.inf else ""
+    return {"what": what, "value": value, "bar": bar, "holds": least <= value <= most}
 
 
 def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
     """The largest difference, relative to the twin's largest entry."""
     return float((ours - twin).abs().max() / twin.abs().max())
-
-
-def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
-    """Quantiles of a log-normal law, cut at `longest`, in a fixed random order."""
-    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    lengths = (math.log(median) + sigma * torch.special.ndtri(places)).exp().round()
-    lengths = lengths.clamp(1, longest).long()
-    return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
 
 
 # ---------------------------------------- head: scoring without the logits
@@ -149,12 +129,9 @@ def plain_head(
     return logp.gather(1, targets[:, None]).squeeze(1), entropy, collision
 
 
-def cuda_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple:
-    """head_stats with the chunks that it takes on CUDA, wherever it runs."""
-    return HeadStats.apply(hidden, weight, targets, *rollout.HEAD_ROWS["cuda"])
-
-
-HEADS = {"plain": plain_head, "ours": head_stats, "ours on CUDA": cuda_head}
+# the second is the first's twin; the third is what an update runs
+HEADS = {"ours": head_stats, "plain": plain_head}
+HEADS["logp_only"] = functools.partial(head_stats, logp_only=True)
 
 
 def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -164,13 +141,13 @@ def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]
     return hidden, weight, torch.randint(words, (tokens,), device=DEVICE)
 
 
-def run_head(name: str, inputs) -> tuple[torch.Tensor, ...]:
-    """Forward and backward; the three statistics and the two gradients."""
+def run_head(name: str, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Forward and backward: the two gradients, logp, entropy and collision."""
     hidden, weight, targets = inputs
     hidden.grad = weight.grad = None
-    stats = HEADS[name](hidden, weight, targets)
-    (stats[0] * torch.linspace(-1, 1, len(targets), device=DEVICE)).sum().backward()
-    return *(s.detach() for s in stats), hidden.grad, weight.grad
+    logp, entropy, collision = HEADS[name](hidden, weight, targets)
+    (logp * torch.linspace(-1, 1, len(targets), device=DEVICE)).sum().backward()
+    return hidden.grad, weight.grad, logp.detach(), entropy, collision
 
 
 def status_bytes(key: str) -> int:
@@ -179,11 +156,8 @@ def status_bytes(key: str) -> int:
 
 
 def head_memory(name: str, shape: tuple[int, int, int]) -> int:
-    """Peak bytes of one forward and backward beyond inputs and gradients, in this process.
-
-    On a CPU it has to be a fresh process: memory that an earlier peak left would hide a new one.
-    """
-    run_head(name, head_inputs(2, 64, 64))  # libraries load and threads start here, not below
+    """Peak bytes of one forward and backward beyond inputs and gradients, in this process."""
+    run_head(name, head_inputs(2, 64, 64))  # libraries load here, not below
     inputs = head_inputs(*shape)
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
@@ -194,42 +168,35 @@ def head_memory(name: str, shape: tuple[int, int, int]) -> int:
 
 
 def fresh_head_memory(name: str, shape: tuple[int, int, int]) -> int:
-    code = (
-        f"import bench; bench.torch.set_num_threads(1); print(bench.head_memory('{name}', {shape}))"
-    )
+    """head_memory in a process of its own: what an earlier peak left would hide a new one."""
+    code = f"import bench; bench.torch.set_num_threads(1); print(bench.head_memory{name, shape})"
     command = [sys.executable, "-c", code]
-    here = Path(__file__).parent
-    return int(subprocess.run(command, cwd=here, check=True, stdout=subprocess.PIPE).stdout)
+    done = subprocess.run(command, cwd=Path(__file__).parent, check=True, stdout=subprocess.PIPE)
+    return int(done.stdout)
 
 
-def head_error(inputs) -> float:
+def head_error(words: int, width: int) -> float:
     """Of 300 tokens, against plain in float64: plain's own float32 softmax is off by 3e-5."""
-    hidden, weight, targets = (x.detach()[:300] if x is not inputs[1] else x for x in inputs)
-    few = hidden.clone().requires_grad_(), weight.detach().requires_grad_(), targets
-    exact = hidden.double().requires_grad_(), weight.detach().double().requires_grad_(), targets
-    pairs = zip(run_head("ours", few), run_head("plain", exact), strict=True)
+    inputs = head_inputs(300, words, width)
+    exact = *(x.detach().double().requires_grad_() for x in inputs[:2]), inputs[2]
+    pairs = zip(run_head("ours", inputs), run_head("plain", exact), strict=True)
     return max(error(a.double(), b) for a, b in pairs)
 
 
 def head(quick: bool) -> list[dict]:
     tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
-    plain = fresh_head_memory("plain", (tokens, words, width))
-    small = fresh_head_memory("ours", (tokens, words, width))
-    large = fresh_head_memory("ours", (4 * tokens, words, width))
-    cuda = fresh_head_memory("ours on CUDA", (tokens, words, width))
-    shape = f"{tokens:,} x {words:,} x {width:,}"
-    sizes = [f"{size / GIB:.3f}" for size in (plain, small, large)]
-    print("head, GiB: plain {}, ours {}, ours at 4 x the tokens {}".format(*sizes))
-    inputs = head_inputs(tokens, words, width)
-    # A pass at this size takes a CPU a minute: nothing that comes first counts beside that.
-    times = [functools.partial(run_head, name, inputs) for name in ("ours", "plain")]
-    faster = in_turn(*times, 3, warm=CUDA or quick)
-    worst = head_error(inputs)
+    small, plain = (fresh_head_memory(name, (tokens, words, width)) for name in ("ours", "plain"))
+    inputs = head_inputs(tokens // 4, words, width)  # time grows in proportion to the tokens
+    ours, twin, logp_only = (functools.partial(run_head, name, inputs) for name in HEADS)
+    if not all(a.equal(b) for a, b in zip(ours()[:3], logp_only()[:3], strict=True)):
+        raise RuntimeError("logp_only changes the gradients or the log-probabilities")
+    repeats = 1 if quick else 3
+    share, worst = 1 / in_turn(logp_only, ours, repeats), head_error(words, width)
+    shape = f"{tokens:,} tokens x {words:,} words x {width:,}"
     return [
-        row(f"head, {shape}: memory, plain / ours", plain / small, least=25),
-        row("head: the same with CUDA's larger chunks", plain / cuda, least=25),
-        row("head: ours at 4 x the tokens / at the tokens", large / small, most=1.1),
-        row("head: time, ours / plain", 1 / faster, most=1.35 if CUDA else 1.1),
+        row(f"head, {shape}: extra memory, plain / ours", plain / small, least=25),
+        row("head: time, ours / plain", 1 / in_turn(ours, twin, repeats), most=1.1),
+        row("head: time, logp_only / with entropy and collision", share, most=1),
         row("head: largest relative error, values and gradients", worst, most=1e-5),
     ]
 
@@ -237,96 +204,75 @@ def head(quick: bool) -> list[dict]:
 # ---------------------------------------- update: no wasted tokens
 
 
-def random_model(quick: bool = False, **shape) -> Qwen3ForCausalLM:
-    """A random Qwen3 that `stapo.update` accepts; without a shape, one for a single CPU thread."""
-    width = 32 if quick else 128
-    small = {
-        "vocab_size": 1024,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": 2 if quick else 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": width // 4,
-        "tie_word_embeddings": True,
-    }
-    torch.manual_seed(0)
-    ids = {"eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None}
-    config = Qwen3Config(**(shape or small), **ids, max_position_embeddings=32768)
-    with DEVICE:
-        model = Qwen3ForCausalLM(config).eval()
-    model.token_stats = types.MethodType(token_stats, model)
-    return model
-
-
-def random_episodes(model, lengths: list[int], zero_groups: int) -> list[rollout.Episode]:
+def random_episodes(
+    model: Qwen3ForCausalLM, lengths: list[int], zero_groups: int
+) -> list[stapo.Episode]:
     """Groups of 8 random responses, half of them right; the first groups have A = 0."""
-    episodes = []
-    for place, length in enumerate(lengths):
-        ids = torch.randint(2, model.config.vocab_size, (16 + length,)).tolist()
-        response = Response(ids[:16], ids[16:], False, "")
-        advantage = 0.0 if place // 8 < zero_groups else 0.94 * (-1) ** place
-        episodes.append(rollout.Episode({}, response, 1.0 if place % 2 else -1.0, advantage))
-    stapo.statistics_pass(model, episodes, stapo.Config(quantile_over="all"))
-    for episode in episodes:
-        episode.old_logp = episode.logp
-        episode.noise = torch.rand(len(episode.logp))
+    responses, episodes = [], []
+    for length in lengths:
+        ids = torch.randint(3, model.config.vocab_size, (16 + length,)).tolist()
+        responses.append(Response(ids[:16], ids[16:], False, ""))
+    stats = rollout.score(model, responses, 2 * (max(lengths) + 16))
+    for place, (response, old) in enumerate(zip(responses, stats, strict=True)):
+        reward = 1.0 if place % 2 else -1.0
+        advantage = 0.0 if place // 8 < zero_groups else 0.94 * reward
+        episodes.append(stapo.Episode({}, response, reward, advantage, seed=place, old=old))
     return episodes
 
 
-def plain_update(model, optimizer, episodes: list[rollout.Episode], cfg: stapo.Config) -> None:
+def plain_update(
+    model: Qwen3ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    episodes: list[stapo.Episode],
+    selection: stapo.Selection,
+    cfg: stapo.Config,
+) -> None:
     """stapo.update's twin: 8 rows at a time, padded to the longest of all, nothing left out."""
-    denominator = stapo.form_mask(episodes, cfg)["denominator"]
-    width = max(len(e.response.prompt_ids) + len(e.response.ids) for e in episodes)
+    width = max(e.response.length for e in episodes)
+    divisor = stapo.denominator(cfg.method, selection)
     model.train()
     optimizer.zero_grad()
     for start in range(0, len(episodes), 8):
-        batch = episodes[start : start + 8]
+        batch, keep = episodes[start : start + 8], selection.keep[start : start + 8]
         padded = rollout.pad_batch([e.response for e in batch], DEVICE)
-        short = width - padded[0].shape[1]
-        padded = [functional.pad(t, (0, short)) for t in padded]
-        logp, _, _ = model.token_stats(*padded)
-        stapo.batch_loss(cfg, batch, logp, padded[2], denominator)[0].backward()
+        padded = [functional.pad(t, (0, width - t.shape[1])) for t in padded]
+        logp = model.token_stats(*padded, logp_only=True).logp
+        stapo.batch_loss(batch, keep, logp, padded[2], divisor, cfg)[0].backward()
     model.eval()
     torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     optimizer.step()
 
 
 def update(quick: bool) -> list[dict]:
-    model = random_model(quick)
+    model = random_model(small_shape(quick))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     lengths = log_normal_lengths(80, *((20, 60) if quick else (300, 1024)))
     episodes = random_episodes(model, lengths, zero_groups=4)
-    cfg = stapo.Config(tokens_per_micro_batch=2 * (max(lengths) + 16), lr=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # both start from the same weights
-    gradients = {}
+    cfg = stapo.Config(tokens_per_micro_batch=2 * (max(lengths) + 16))
+    selection = stapo.form_mask(episodes, [e.old for e in episodes], cfg)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # the weights stay as they are
+    gradients = []
 
-    def keep_gradient(name):
-        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    def keep_gradient(*_):
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
-    def ours():
-        stapo.update(model, optimizer, episodes, cfg)
-        keep_gradient("ours")
-
-    def twin():
-        plain_update(model, optimizer, episodes, cfg)
-        keep_gradient("twin")
-
+    optimizer.register_step_pre_hook(keep_gradient)
+    ours = functools.partial(stapo.update, model, optimizer, episodes, selection, cfg)
+    twin = functools.partial(plain_update, model, optimizer, episodes, selection, cfg)
+    statistics_pass = functools.partial(stapo.statistics_pass, model, episodes, cfg)
     repeats = 1 if quick else 5
     faster = in_turn(ours, twin, repeats)
-    difference = error(*gradients.values())  # of one mask: a statistics pass would form another
-    share = in_turn(ours, lambda: stapo.statistics_pass(model, episodes, cfg), repeats)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    default_share = in_turn(ours, lambda: stapo.statistics_pass(model, episodes, cfg), repeats)
+    difference = error(*gradients[-2:])
     what = "update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up"
+    share = in_turn(ours, statistics_pass, repeats)
     return [
-        row(what, faster, least=cpu(4)),
+        row(what, faster, least=4),
         row("update: relative difference of the gradient", difference, most=1e-5),
-        row("statistics pass / update, half of the trained right", default_share, most=cpu(0.15)),
-        row("the same without gradient checkpointing", share, most=cpu(0.15)),
+        row("statistics pass / update, half of the trained right", share, most=0.15),
     ]
 
 
-# ---------------------------------------- rollout: finished rows are dropped
+# ---------------------------------------- rollout: slots that are filled again
 
 
 def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -340,38 +286,44 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
-def schedule(model, lengths: list[int], prompt_width: int, *, by_prompt: bool = False) -> Any:
-    """Make row i of a batch of prompts end after lengths[i] tokens, whoever calls `generate`.
+@contextlib.contextmanager
+def schedule(lengths: list[int], prompt_width: int) -> Iterator[None]:
+    """Whoever samples from a Qwen3, response i ends after lengths[i] tokens.
 
-    The words fall into as many classes as there are rows, and row i may sample those of class i
-    alone: a later call knows the row by the class of its last token, wherever in the batch it has
-    moved. With by_prompt, the last word of a prompt names its class already, so that prompts may
-    start at any time. The words themselves are sampled from the model. What this adds to a step is
-    the same for everyone; a forward without a cache (scoring) is untouched. The handle that is
-    returned takes it off again.
+    Words fall into as many classes as there are lengths, and response i may hold those of class i
+    alone: a decoding step knows it by the class of its last token. A prompt's last word names the
+    class; where that is the separator, it is the row's place in the batch. The words themselves
+    are sampled from the model; a forward without a cache (scoring) is as it was.
     """
-    word_class = torch.arange(model.config.vocab_size, device=DEVICE) % len(lengths)
-    word_class[[EOS, PAD]] = -1
-    ends = torch.tensor(lengths, device=DEVICE)
+    plain, ends = Qwen3ForCausalLM.forward, torch.tensor(lengths, device=DEVICE)
 
-    def hook(_module, _args, kwargs, output):
+    @functools.wraps(plain)  # generate reads the signature
+    def forward(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
         if kwargs.get("past_key_values") is None:
-            return
+            return output
+        word_class = torch.arange(self.config.vocab_size, device=DEVICE) % len(lengths)
+        word_class[[EOS, PAD, SEPARATOR]] = -1
         sampled = kwargs["position_ids"][:, -1] + 1 - prompt_width  # (B,) tokens of the response
-        rows = word_class[kwargs["input_ids"][:, -1]]
-        if not by_prompt:
-            rows = torch.where(sampled > 0, rows, torch.arange(len(rows), device=DEVICE))
-        allowed = word_class == rows[:, None]  # (B, V)
-        over = sampled + 1 >= ends[rows]
+        found = word_class[kwargs["input_ids"][:, -1]]
+        place = torch.arange(len(found), device=DEVICE) % len(lengths)
+        response = torch.where(found < 0, place, found)
+        allowed = word_class == response[:, None]  # (B, V)
+        over = sampled + 1 >= ends[response]
         allowed[over] = False
         allowed[over, EOS] = True
         output.logits[:, -1].masked_fill_(~allowed, float("-inf"))
+        return output
 
-    return model.register_forward_hook(hook, with_kwargs=True)
+    Qwen3ForCausalLM.forward = forward
+    try:
+        yield
+    finally:
+        Qwen3ForCausalLM.forward = plain
 
 
 def plain_sample(
-    model, prompts: list[list[int]], max_new_tokens: int, batch_size: int
+    model: Qwen3ForCausalLM, prompts: list[list[int]], max_new_tokens: int, batch_size: int
 ) -> list[list[int]]:
     """sample's twin: `generate` in batches, which computes every row until its last one ends."""
     rows = []
@@ -384,47 +336,37 @@ def plain_sample(
     return rows
 
 
-def scheduled_prompts(words: int, count: int) -> list[list[int]]:
-    """Random prompts of 16 words; the last word of prompt i is of `schedule`'s class i."""
-    prompts = torch.randint(2, words, (count, 16))
-    prompts[:, -1] = torch.arange(count) + count  # of class i, and neither EOS nor PAD
-    return prompts.tolist()
-
-
 def rollouts(quick: bool) -> list[dict]:
     """As many responses as slots, then four times as many: freed slots are filled again."""
     table, large = [], CUDA and not quick
     slots, median, longest = (8, 20, 60) if quick else (96, 79, 256)
-    model = random_model(quick, **(QWEN3["1.7B"] if large else {}))
+    model = random_model(qwen3("1.7B") if large else small_shape(quick))
     model = model.bfloat16() if large else model
     tokenizer = word_tokenizer(model.config.vocab_size)
+    options = {"max_new_tokens": longest, "batch_size": slots}
     for count in (slots, 4 * slots):
         lengths = log_normal_lengths(count, median, longest)
-        prompts = scheduled_prompts(model.config.vocab_size, count)
-        hook, sampled = schedule(model, lengths, prompt_width=16, by_prompt=True), {}
+        prompts = torch.randint(3, model.config.vocab_size, (count, 16))
+        prompts[:, -1] = torch.arange(count, 2 * count)  # of response i's class
+        prompts, sampled = prompts.tolist(), {}
 
         def ours(prompts=prompts, sampled=sampled):
-            options = {"max_new_tokens": longest, "batch_size": slots}
-            responses = sample(model, tokenizer, prompts, **options)
+            responses = rollout.sample(model, tokenizer, prompts, **options)
             sampled["ours"] = [len(r.ids) for r in responses]
 
         def twin(prompts=prompts, sampled=sampled):
-            responses = plain_sample(model, prompts, longest, slots)
-            sampled["twin"] = list(map(len, responses))
+            sampled["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest, slots)]
 
-        faster = in_turn(ours, twin, 2 if quick or large else 3)
-        hook.remove()
+        with schedule(lengths, prompt_width=16):
+            faster = in_turn(ours, twin, 1 if quick or large else 3)
         if not sampled["ours"] == sampled["twin"] == lengths:
             raise RuntimeError(f"the two rollouts did not do the same work: {sampled}, {lengths}")
         what = f"rollout, {count} responses up to {longest} in {slots} slots: speed-up"
-        # On a GPU a step costs the host the same for few rows as for many, so that dropping rows
-        # gains little there; fewer steps do.
-        least = {slots: 1.0, 4 * slots: 1.3} if large else {slots: 2.0, 4 * slots: 2.4}
-        table.append(row(what, faster, least=least[count]))
+        table.append(row(what, faster, least=2.0 if count == slots else 2.4))
     return table + (decoding_step() if large else [])
 
 
-def slots_of_text(model, rows: int, length: int) -> Callable[[int], torch.Tensor]:
+def slots_of_text(model: Qwen3ForCausalLM, rows: int, length: int) -> Callable[[int], torch.Tensor]:
     """decoding.decode for a number of steps after `length` tokens in each of `rows` slots."""
     cache = decoding.SlotCache(length + 64, model.device, model.dtype)
     cache.reserve(rows, length + 64)
@@ -434,197 +376,24 @@ def slots_of_text(model, rows: int, length: int) -> Callable[[int], torch.Tensor
     return lambda n: decoding.decode(forward, cache, texts, seeds, n, choose)
 
 
+def least_step_bytes(model: Qwen3ForCausalLM, rows: int, length: int) -> int:
+    """Weights and cache, read once."""
+    weights, cache = costs.least_step_bytes(model)
+    return weights + rows * length * cache
+
+
 def decoding_step(rows: int = 64, length: int = 2000) -> list[dict]:
-    """Milliseconds of a decoding step, and the memory bandwidth's share of them."""
-    model = random_model(**QWEN3["1.7B"]).bfloat16()
+    """On a GPU: how long the step takes whose bytes `counts` counts."""
+    model = random_model(qwen3("1.7B")).bfloat16()
     with torch.inference_mode():
         decode = slots_of_text(model, rows, length)
         decode(8)
         taken = min(seconds(lambda: decode(32)) / 32 for _ in range(3))
-    table = [row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken)]
-    name = torch.cuda.get_device_name()
-    bandwidth = next((speed for key, speed in BANDWIDTH.items() if key in name), None)
-    if bandwidth is None:
-        print(f"rollout: no memory bandwidth is listed for {name}, so there is no roofline")
-        return table
-    # Weights and cache are read once a step; the host needs about 20 ms for its kernels.
-    least = ideal_step_bytes(model.config.to_dict(), rows, length) / bandwidth
-    what = "decoding step: share of the memory-bandwidth roofline"
-    return [*table, row(what, least / taken, least=0.15)]
-
-
-def ideal_step_bytes(shape: dict, rows: int, length: int) -> int:
-    """The least that a decoding step can move in bfloat16: weights and cache, read once."""
-    layer, root = parameter_shapes(shape)
-    weights = 2 * sum(map(math.prod, layer * shape["num_hidden_layers"] + root))
-    return weights + rows * length * cache_bytes_per_token(shape, 2)
-
-
-# ---------------------------------------- counts: what any machine can count of the GPU path
-
-
-class Count(TorchDispatchMode):
-    """Kernel launches and bytes moved by what runs on the meta device, attention included.
-
-    A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
-    into a part of a tensor that part. Views and empty tensors are free.
-    """
-
-    FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
-    FOUND = ("aten::embedding", "aten::index.Tensor", "aten::gather", "aten::searchsorted.Tensor")
-    FILLED = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::new_zeros", "aten::arange")
-    KERNELS = {"aten::logsumexp": 9, "aten::linalg_vecdot": 2}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = self.bytes = 0
-
-    def __enter__(self):
-        self.attention = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = self.fused_attention
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        functional.scaled_dot_product_attention = self.attention
-        return super().__exit__(*error)
-
-    def fused_attention(self, query, key, value, attn_mask=None, **_) -> torch.Tensor:
-        """One kernel, as on CUDA; an additive mask is read as it is."""
-        mask = [] if attn_mask is None else [attn_mask]
-        self.add(1, query, query, key, value, *mask)  # the output is as large as the query
-        return torch.empty_like(query)
-
-    def add(self, launches: int, *moved: torch.Tensor) -> None:
-        self.launches += launches
-        # an expanded dimension (stride 0) is there once
-        sizes = ([n for n, s in zip(t.shape, t.stride()) if s] for t in moved)
-        self.bytes += sum(t.element_size() * math.prod(n) for t, n in zip(moved, sizes))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.name()
-        outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        if views or name.startswith(self.FREE):
-            return out
-        if name.startswith(self.FOUND):
-            self.add(1, *outs, *outs)
-        elif name.startswith(self.FILLED):
-            self.add(1, *outs)
-        elif name.startswith(("aten::index_put_", "aten::copy_")):
-            new = args[2] if "index_put" in name else args[1]
-            self.add(1, new, new)
-        else:
-            self.add(self.KERNELS.get(name.split(".")[0], 1), *ins, *outs)
-        return out
-
-
-def counted(call) -> Count:
-    with Count() as count, torch.no_grad():
-        call()
-    return count
-
-
-def counted_step(rows: int = 64, length: int = 2000) -> tuple[Count, Count]:
-    """A decoding step of the 1.7B shape in bfloat16: in slots, and with transformers' cache."""
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3["1.7B"])).eval().bfloat16()
-        width = (rows, 8, length, 128)
-        plain = DynamicCache(config=model.config)
-        for layer in range(model.config.num_hidden_layers):
-            plain.update(*torch.empty(2, *width, dtype=torch.bfloat16), layer)
-        position = torch.full((rows, 1), length)
-        inputs = {"input_ids": position, "position_ids": position, "past_key_values": plain}
-
-    def with_plain_cache():
-        logits = model(**inputs, use_cache=True, logits_to_keep=1).logits
-        numbers = torch.rand_like(position, dtype=torch.float64)
-        decoding.next_token(logits[:, -1].float(), numbers)
-
-    plainly = counted(with_plain_cache)
-    decode = slots_of_text(model, rows, length)
-    with torch.no_grad():
-        decode(1)  # makes the cache
-    return counted(lambda: decode(1)), plainly
-
-
-def counted_head(rows: tuple[int, int], tokens: int = 4096) -> Count:
-    """HeadStats' forward and backward at the 1.7B shape."""
-    shape = QWEN3["1.7B"]
-    with torch.device("meta"):
-        hidden = torch.empty(tokens, shape["hidden_size"], requires_grad=True)
-        weight = torch.empty(shape["vocab_size"], shape["hidden_size"], requires_grad=True)
-        targets = torch.zeros(tokens, dtype=torch.long)
-    with Count() as count:
-        HeadStats.apply(hidden, weight, targets, *rows)[0].sum().backward()
-    return count
-
-
-def steps_in_batches(lengths: list[int], slots: int) -> int:
-    return sum(max(lengths[i : i + slots]) for i in range(0, len(lengths), slots))
-
-
-def steps_in_slots(lengths: list[int], slots: int, longest: int) -> int:
-    """Decoding steps where a slot takes the next response at the next look at the tokens."""
-    waiting, running, steps = lengths[::-1], [], 0  # running: (tokens to come, tokens allowed)
-    while waiting or running:
-        while waiting and len(running) < slots:
-            running.append((waiting.pop(), longest))
-        taken = min(decoding.CHECK_EVERY, *(allowed for _, allowed in running))
-        running = [(left - taken, allowed - taken) for left, allowed in running if left > taken]
-        steps += taken
-    return steps
-
-
-def scheduled_steps(lengths: list[int], slots: int, longest: int) -> int:
-    """The same by counting a rollout's forwards."""
-    model, steps = random_model(quick=True), []
-    tokenizer = word_tokenizer(model.config.vocab_size)
-    schedule(model, lengths, prompt_width=16, by_prompt=True)
-    model.register_forward_hook(
-        lambda _model, _args, kwargs, _out: steps.append(kwargs["input_ids"].shape[1] == 1),
-        with_kwargs=True,
-    )
-    prompts = scheduled_prompts(model.config.vocab_size, len(lengths))
-    options = {"max_new_tokens": longest, "batch_size": slots}
-    responses = sample(model, tokenizer, prompts, **options)
-    if [len(r.ids) for r in responses] != lengths:
-        raise RuntimeError("the responses do not have the lengths that they should have")
-    return sum(steps)
-
-
-def counts(quick: bool) -> list[dict]:
-    ours, plain = counted_step()
-    ideal = ideal_step_bytes(QWEN3["1.7B"], 64, 2000) / 1e9
-    what = "decoding step, 1.7B, 64 rows x 2,000 tokens, counted: GB"
-    table = [
-        row(f"{what} (at least {ideal:.1f})", ours.bytes / 1e9, most=22),
-        row("the same with transformers' cache", plain.bytes / 1e9),
-        row("decoding step: kernel launches", ours.launches, most=int(1.05 * plain.launches)),
+    read = least_step_bytes(model, rows, length) / 1e12
+    return [
+        row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken),
+        row("decoding step: weights and cache read, TB a second", read / taken),
     ]
-    cpu, cuda = (counted_head(rollout.HEAD_ROWS[device]).launches for device in ("cpu", "cuda"))
-    what = "head, 4,096 tokens: kernel launches, CUDA's chunks / the CPU's"
-    table.append(row(what, cuda / cpu, most=0.5))
-    count, slots, longest = (32, 8, 60) if quick else (384, 96, 1024)
-    for sigma in (0.5, 1.0):
-        lengths = log_normal_lengths(count, 20 if quick else 79, longest, sigma)
-        steps = steps_in_slots(lengths, slots, longest)
-        if steps != scheduled_steps(lengths, slots, longest):
-            raise RuntimeError("a rollout takes other steps than the count of them")
-        bar = 1.15 * sum(lengths) / slots + max(lengths)
-        what = f"decoding steps, {count} responses in {slots} slots, log-normal, sigma {sigma}"
-        table.append(row(what, steps, most=round(bar)))
-        batches = steps_in_batches(lengths, slots)
-        table.append(row("the same in batches that wait for their longest", batches))
-    lengths = log_normal_lengths(2048, 3000, 15360, 1.0)
-    slots = slots_that_fit(QWEN3["1.7B"], 1)
-    what = f"decoding steps of the paper's step on one GPU of 80 GB ({slots} slots), simulated"
-    mean = sum(lengths) / len(lengths)
-    what += f": 2,048 responses, log-normal (sigma 1, mean {mean:,.0f}, at most 15,360)"
-    table.append(row(what, steps_in_slots(lengths, slots, 15360)))
-    batches = steps_in_batches(lengths, slots)
-    return [*table, row("the same in batches that wait for their longest", batches)]
 
 
 # ---------------------------------------- step: against TRL's trainer
@@ -635,56 +404,33 @@ def first_word_is_even(text: str) -> float:
     return 1.0 if text and int(text.split()[0][1:]) % 2 == 0 else -1.0
 
 
-class Turns:
-    """After four of TRL's optimiser steps one of our steps: in turn, in one process.
-
-    Of each turn (the first warms up), `ratios` holds TRL's time over ours, `peaks` the bytes of
-    both beyond weights, optimiser states and the gradients of one model.
-    """
-
-    def __init__(self, ours: Callable, peer: torch.nn.Module):
-        self.ours, self.peer, self.ratios, self.peaks = ours, peer, [], []
-
-    def restart(self) -> None:
-        self.resident = torch.cuda.memory_allocated() if CUDA else 0
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        self.start = clock()
-
-    def peak(self) -> int:
-        gradients = sum(4 * p.numel() for p in self.peer.parameters())
-        return torch.cuda.max_memory_allocated() - self.resident - gradients if CUDA else 0
-
-    def after_step(self, number: int) -> None:
-        if number % 4 == 0:
-            trl_seconds, trl_peak = clock() - self.start, self.peak()
-            self.restart()
-            self.ratios.append(trl_seconds / seconds(self.ours))
-            self.peaks.append((self.peak(), trl_peak))
-            self.restart()
-
-
 def train_with_trl(
-    model, tokenizer, texts: list[str], reward: Callable, turns: Turns, rows: int, options: dict
-) -> None:
-    """TRL's GRPOTrainer on batches of 8 x 8 responses, in micro-batches of `rows`."""
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str],
+    reward: Callable,
+    ours: Callable,
+    options: dict,
+) -> list[float]:
+    """TRL's GRPOTrainer; after each four optimiser steps `ours` runs. The ratios of their times."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    ratios = []
+
     class InTurn(TrainerCallback):
         def on_train_begin(self, *_, **__):
-            turns.restart()
+            self.start = clock()
 
         def on_step_end(self, _args, state, *_, **__):
-            turns.after_step(state.global_step)
+            if state.global_step % 4 == 0:
+                ratios.append((clock() - self.start) / seconds(ours))
+                self.start = clock()
 
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=16 // rows,
-            steps_per_generation=64 // rows,
             num_generations=8,
             loss_type="dapo",
             beta=0.0,
@@ -701,6 +447,7 @@ def train_with_trl(
         data = Dataset.from_list([{"prompt": text} for text in texts])
         host = {"processing_class": tokenizer, "callbacks": [InTurn()]}
         GRPOTrainer(model, reward, args, data, **host).train()
+    return ratios
 
 
 def step(quick: bool) -> list[dict]:
@@ -711,35 +458,35 @@ def step(quick: bool) -> list[dict]:
     large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
     longest = 1024 if large else 40 if quick else 256
     lengths = log_normal_lengths(64, 300 if large else 15 if quick else 79, longest)
-    mine, peer = pair = [random_model(quick, **(QWEN3["1.7B"] if large else {})) for _ in "ab"]
+    mine, peer = (random_model(qwen3("1.7B") if large else small_shape(quick)) for _ in "ab")
     tokenizer = word_tokenizer(mine.config.vocab_size)
     if large:
-        distributed.shard(mine)  # this is what makes the compute bfloat16
-    for model in pair:
-        if large:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        schedule(model, lengths, prompt_width=16)
-    prompts = torch.randint(2, mine.config.vocab_size, (8, 16)).tolist()
-    texts = [" ".join(f"w{i}" for i in ids) for ids in prompts]
-    pairs = zip(texts, prompts, strict=True)
-    problems = [{"problem": text, "answer": "", "prompt_ids": ids} for text, ids in pairs]
+        distributed.shard(mine, rollout.METHODS)  # this is what makes the compute bfloat16
+        mine.gradient_checkpointing_enable({"use_reentrant": False})
+    prompts = torch.randint(3, mine.config.vocab_size, (8, 16))
+    prompts[:, -1] = SEPARATOR  # the responses of a group share their prompt
+    texts = [" ".join(f"w{i}" for i in ids) for ids in prompts.tolist()]
+    problems = [
+        {"problem": text, "answer": "", "prompt_ids": ids}
+        for text, ids in zip(texts, prompts.tolist(), strict=True)
+    ]
+    task = stapo.Task(tokenizer, problems, lambda text, _: first_word_is_even(text), {})
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
     cfg.tokens_per_micro_batch = 2 * (longest + 16)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=cfg.lr, fused=CUDA)
     tokens = {"ours": [], "trl": []}  # of each step
-    graded = lambda text, _: first_word_is_even(text)  # noqa: E731
 
     def ours():
         """What stapo.train does in a step."""
-        number = len(tokens["ours"]) + 1
-        mini_batches = stapo.collect(mine, tokenizer, problems, number, cfg, graded)
-        for number, mini_batch in enumerate(mini_batches):
-            if number > 0:
-                stapo.statistics_pass(mine, mini_batch, cfg)
-            stapo.update(mine, optimizer, mini_batch, cfg)
-        optimizer.zero_grad()  # as TRL leaves it, so that the peaks compare
+        mini_batches = stapo.collect(mine, None, task, len(tokens["ours"]) + 1, cfg)
         episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
-        stapo.entropy_metrics(episodes), bookkeeping.rollout_metrics(episodes, cfg)
+        stapo.entropy_metrics(episodes), stapo.rollout_metrics(episodes, cfg.tau_p)
+        for number, mini_batch in enumerate(mini_batches):
+            stats = [e.old for e in mini_batch]
+            if number > 0:
+                stats = stapo.statistics_pass(mine, mini_batch, cfg)
+            selection = stapo.form_mask(mini_batch, stats, cfg)
+            stapo.update(mine, optimizer, mini_batch, selection, cfg)
         tokens["ours"].append(sum(len(e.response.ids) for e in episodes))
 
     def reward(completions, completion_ids, **_):
@@ -747,140 +494,124 @@ def step(quick: bool) -> list[dict]:
         return [first_word_is_even(text) for text in completions]
 
     rows = 2 if large else 16  # of a micro-batch; a mini-batch is 16 responses
-    options = {"max_completion_length": longest, "max_steps": 4 * (repeats + 1), "bf16": large}
+    options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 16 // rows}
+    options |= {"steps_per_generation": 64 // rows, "max_steps": 4 * (repeats + 1)}
+    options |= {"max_completion_length": longest, "bf16": large, "gradient_checkpointing": large}
     options |= {"learning_rate": cfg.lr, "weight_decay": cfg.weight_decay}
-    options |= {"gradient_checkpointing": large}
-    turns = Turns(ours, peer)
-    train_with_trl(peer, tokenizer, texts, reward, turns, rows, options)
+    with schedule(lengths, prompt_width=16):
+        ratios = train_with_trl(peer, tokenizer, texts, reward, ours, options)
     if set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
         raise RuntimeError(f"the two trainers did not do the same work: {tokens}")
-    faster, (our_peak, trl_peak) = statistics.median(turns.ratios[1:]), turns.peaks[-1]
     what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
-    table = [row(what, faster, least=1.5 if large else 2)]
-    what = "step: peak beyond weights, gradients and optimiser, ours / TRL's"
-    return table + ([row(what, our_peak / trl_peak)] if large else [])
+    return [row(what, statistics.median(ratios[1:]), least=2)]  # the first turn warms up
 
 
-# ---------------------------------------- memory: bytes on each GPU
+# ---------------------------------------- counts: what a decoding step moves on a GPU
 
 
-def parameter_shapes(shape: dict) -> tuple[list[tuple], list[tuple]]:
-    """Shapes of one decoder layer's parameters, and of those outside the layers."""
-    hidden, inner, words = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
-    head = shape["head_dim"]
-    queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    attention = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-    mlp = [(inner, hidden), (inner, hidden), (hidden, inner)]
-    norms = [(head,), (head,), (hidden,), (hidden,)]
-    root = [(words, hidden), (hidden,)] + [(words, hidden)] * (not shape["tie_word_embeddings"])
-    return attention + mlp + norms, root
+class Count(TorchDispatchMode):
+    """Kernel launches and bytes moved by what runs on the meta device, attention included.
 
-
-def cache_bytes_per_token(shape: dict, itemsize: int) -> int:
-    """Keys and values of one token in every layer."""
-    width = shape["num_key_value_heads"] * shape["head_dim"]
-    return 2 * shape["num_hidden_layers"] * width * itemsize
-
-
-def layer_bytes_per_token(shape: dict) -> int:
-    """What one decoder layer saves for its backward in bfloat16, its input not counted."""
-    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    norms = 2 * (4 * hidden + 4 + 2 * hidden)  # float32 input and scale, bfloat16 output
-    attention = 2 * hidden + 10 * (heads + kv_heads) * head + 8 * heads + 4 * kv_heads + 4 * head
-    return norms + attention + 2 * hidden + 8 * inner
-
-
-def bytes_per_gpu(
-    shape: dict, gpus: int, *, micro_tokens: int = 16384, response_tokens: int = 1024 + 15360
-) -> dict[str, int]:
-    """What stapo.py holds on each GPU under FSDP2, and its two peaks, in bytes.
-
-    Weights, gradients and AdamW's states are float32 shards (rank 0's, which are never smaller
-    than another's); compute is bfloat16. `update` is the peak of an update with gradient
-    checkpointing and micro-batches of `micro_tokens`; `rollout` is what a rollout holds before
-    its first token; a sequence of `response_tokens` adds `cache`.
+    A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
+    into a part of a tensor that part. Views and empty tensors are free.
     """
-    layer, root = parameter_shapes(shape)
-    layers, hidden, words = shape["num_hidden_layers"], shape["hidden_size"], shape["vocab_size"]
-    every = layer * layers + root
-    shard = sum(math.ceil(s[0] / gpus) * math.prod(s[1:]) for s in every)
-    layer_size, root_size = (sum(map(math.prod, group)) for group in (layer, root))
-    chunk, _ = rollout.HEAD_ROWS["cuda"]
-    held = {
-        "weights": 4 * shard,
-        "gradients": 4 * shard,
-        "adamw": 8 * shard + 4 * len(every),  # two moments, and a step count for each tensor
-        "gathered": 2 * sum(map(math.prod, every)),
-        "cache": response_tokens * cache_bytes_per_token(shape, 2),
-        "inputs": 2 * layers * hidden * micro_tokens,  # of each layer: what checkpointing keeps
-        "layer": micro_tokens * layer_bytes_per_token(shape),
-        # a chunk of logits (float32, its gradient in bfloat16), the head's gradient
-        "head": 6 * chunk * words + 6 * words * hidden + 4 * micro_tokens * hidden,
-    }
-    states = held["weights"] + held["gradients"] + held["adamw"]
-    # The root's bfloat16 weights stay through the update; its gradient does from the head on.
-    moments = (
-        held["inputs"] + held["head"],
-        # two layers gathered, one layer's gradient in bfloat16 and, to be reduced, in float32
-        held["inputs"] + held["layer"] + 2 * words * hidden + 10 * layer_size,
-        2 * words * hidden + 6 * root_size,
-    )
-    held["update"] = states + 2 * root_size + max(moments)
-    held["rollout"] = states - held["gradients"] + held["gathered"]
-    return held
+
+    FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
+    FOUND = ("aten::embedding", "aten::index.Tensor", "aten::gather", "aten::searchsorted.Tensor")
+    FILLED = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::new_zeros", "aten::arange")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.bytes = 0
+
+    def __enter__(self):
+        self.attention = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self.fused_attention
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        functional.scaled_dot_product_attention = self.attention
+        return super().__exit__(*error)
+
+    def fused_attention(self, query, key, value, attn_mask=None, **_) -> torch.Tensor:
+        """One kernel, as on CUDA; its output is as large as the query."""
+        self.launch(query, query, key, value, *([] if attn_mask is None else [attn_mask]))
+        return torch.empty_like(query)
+
+    def launch(self, *moved: torch.Tensor) -> None:
+        self.launches += 1
+        for tensor in moved:  # an expanded dimension (stride 0) is there once
+            sizes = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride]
+            self.bytes += tensor.element_size() * math.prod(sizes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if view or name.startswith(self.FREE):
+            return out
+        if name.startswith(self.FOUND):
+            self.launch(*outs, *outs)
+        elif name.startswith(self.FILLED):
+            self.launch(*outs)
+        elif name.startswith(("aten::index_put_", "aten::copy_")):
+            new = args[2] if "index_put" in name else args[1]
+            self.launch(new, new)
+        else:
+            self.launch(*ins, *outs)
+        return out
 
 
-def slots_that_fit(
-    shape: dict, gpus: int, response_tokens: int = 1024 + 15360, card: float = 80e9
-) -> int:
-    """What rollout.rows_that_fit finds on a GPU of `card` bytes that holds nothing else."""
-    per_row = rollout.bytes_per_row(Qwen3Config(**shape), response_tokens, 2)
-    return int(max(0, 0.8 * (card - bytes_per_gpu(shape, gpus)["rollout"])) / per_row)
+def counted(call: Callable) -> Count:
+    with Count() as count, torch.no_grad():
+        call()
+    return count
 
 
-CARDS = (  # model, GPUs, GB of each
-    *(("0.6B", 1, 24), ("0.6B", 1, 48), ("1.7B", 1, 24), ("1.7B", 1, 48), ("1.7B", 1, 80)),
-    *(("1.7B", 4, 24), ("1.7B", 8, 80), ("8B", 8, 48), ("8B", 8, 80), ("8B", 64, 80)),
-    *(("14B", 8, 80), ("14B", 64, 80)),
-)
+def counts(quick: bool, rows: int = 64, length: int = 2000) -> list[dict]:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(qwen3("1.7B")).eval().bfloat16()
+        decode = slots_of_text(model, rows, length)
+        with torch.no_grad():
+            decode(1)  # makes the cache
+        step = counted(lambda: decode(1))
+    least = least_step_bytes(model, rows, length) / 1e9
+    what = f"decoding step, 1.7B, {rows} rows x {length:,} tokens: GB (at least {least:.1f})"
+    return [
+        row(what, step.bytes / 1e9, most=20),
+        row("decoding step: kernel launches", step.launches, most=1675),
+    ]
 
 
-def memory_table() -> str:
-    """Markdown: GB (1e9 bytes) on each GPU at the default flags, and the checkpoint's on disk."""
-    heading = ("model", "GPUs x GB", "weights, gradients, AdamW", "peak of an update")
-    heading += ("a rollout without its cache", "rows of 16,384 tokens", "rows of 5,120")
-    heading += ("fits", "checkpoint")
-    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
-    for name, gpus, card in CARDS:
-        shape = QWEN3[name]
-        held = bytes_per_gpu(shape, gpus)
-        states = held["weights"] + held["gradients"] + held["adamw"]
-        fit = [slots_that_fit(shape, gpus, tokens, 1e9 * card) for tokens in (16384, 5120)]
-        fits = "yes" if held["update"] <= 0.95e9 * card and fit[0] else "no"
-        cells = [f"{x / 1e9:.1f}" for x in (states, held["update"], held["rollout"])]
-        disk = 3 * bytes_per_gpu(shape, 1)["weights"] / 1e9  # float32 weights and two moments
-        cells += [*map(str, fit), fits, f"{disk:.0f}"]
-        lines.append(f"| {name} | {gpus} x {card} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+# ---------------------------------------- counted tables
 
 
 def memory(quick: bool) -> list[dict]:
-    print(memory_table(), end="\n\n")
+    print(f"\n{costs.MEMORY}\n\n{costs.memory_table()}\n")
     if not CUDA or quick:
-        print("memory: no GPU, so the sums meet no measured peak here" if not CUDA else "")
         return []
-    model = random_model(**QWEN3["1.7B"])
-    distributed.shard(model)
+    model = random_model(qwen3("1.7B"))
+    distributed.shard(model, rollout.METHODS)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     episodes = random_episodes(model, [1008] * 16, zero_groups=0)  # 16 x 1,024 = 16,384 tokens
+    selection = stapo.form_mask(episodes, [e.old for e in episodes], stapo.Config())
     for _ in range(2):  # the first makes AdamW's states
         torch.cuda.reset_peak_memory_stats()
-        stapo.update(model, optimizer, episodes, stapo.Config())
-    ratio = torch.cuda.max_memory_allocated() / bytes_per_gpu(QWEN3["1.7B"], 1)["update"]
-    what = "memory, 1.7B on one GPU: |measured peak / sum - 1|"
-    return [row(what, abs(ratio - 1), most=0.15)]
+        stapo.update(model, optimizer, episodes, selection, stapo.Config())
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    sums = costs.bytes_per_gpu(model, 1)["update"]
+    return [
+        row("peak of an update, 1.7B on one GPU, measured / counted", peak / sums),
+        row("the same: reserved / allocated", reserved / peak),
+    ]
+
+
+def hours(quick: bool) -> list[dict]:
+    print(f"\n{costs.COSTS}\n\n{costs.costs_table()}\n\n{costs.compared()}\n")
+    return []
 
 
 # ---------------------------------------- the table
@@ -894,13 +625,13 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, 1 thread"
 
 
-def report(table: list[dict]) -> str:
+def report(table: list[dict], bars: bool) -> str:
     lines = ["| measured | value | bar | holds |", "|---|---|---|---|"]
     for line in table:
-        holds = {None: "", True: "yes", False: "**no**"}[line["holds"]]
-        value = line["value"]
+        value, bar = line["value"], line["bar"] if bars else ""
         value = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-        lines.append(f"| {line['what']} | {value} | {line['bar']} | {holds} |")
+        holds = ("yes" if line["holds"] else "**no**") if bar else ""
+        lines.append(f"| {line['what']} | {value} | {bar} | {holds} |")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if importlib.util.find_spec("trl"):
         versions += f", trl {importlib.metadata.version('trl')}"
@@ -908,7 +639,7 @@ def report(table: list[dict]) -> str:
 
 
 BENCHES = {"counts": counts, "head": head, "update": update, "rollout": rollouts, "step": step}
-BENCHES["memory"] = memory
+BENCHES |= {"memory": memory, "costs": hours}
 
 
 def main() -> None:
@@ -926,7 +657,8 @@ def main() -> None:
     table = []
     for name in args.names or BENCHES:
         table += BENCHES[name](args.quick)
-    print(report([line | {"bar": "", "holds": None} for line in table] if args.quick else table))
+    if table:
+        print(report(table, bars=not args.quick and not CUDA))  # bars are a CPU thread's
     distributed.finish()
 
 

@@ -24,7 +24,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.font_manager import findfont, get_font
-from responses import write_page
+from responses import visible, write_page
 
 matplotlib.use("Agg")  # files only, no display
 
@@ -125,7 +125,7 @@ def read_dump(path: Path) -> dict:
         other = known.mean() if ranked else quantile(t["entropy"], t["weight"], 0.8)
         t["threshold"] = np.where(np.isfinite(tau_h) & ranked, tau_h, other)
         for response in dump["responses"]:
-            own = ranked and response["tau_h"] is not None
+            own = response["tau_h"] is not None and ranked
             response["threshold"] = response["tau_h"] if own else other
             response["name"] = "τ_h" if own else "mean τ_h" if ranked else "0.8-quantile"
         t["low_p"], t["low_h"] = t["p"] < dump["tau_p"], t["entropy"] < t["threshold"]
@@ -183,13 +183,6 @@ def save(fig: plt.Figure, path: Path) -> None:
 
 def percent(share: float, _position: int | None = None) -> str:
     return f"{100 * share:.3g} %"
-
-
-def visible(text: str, font: dict | None = None) -> str:
-    """Whitespace as symbols; what cannot be printed, or is no glyph of the font, escaped."""
-    symbols = {" ": "␣", "\n": "↵", "\t": "⇥"}
-    odd = {c for c in text if not c.isprintable() or (font and ord(c) not in font)}
-    return "".join(symbols.get(c) or (ascii(c)[1:-1] if c in odd else c) for c in text)
 
 
 def draw_curves(

@@ -54,18 +54,21 @@ h2 { font-size: 1rem; font-weight: 600; margin: 0; white-space: pre-wrap; overfl
 .tokens { margin-top: .8rem; line-height: 2; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tokens > *, .sample { border-radius: .2em; padding: .12em 0; cursor: default; }
 .sample { padding: .12em .45em; font-size: .875rem; white-space: nowrap; }
-.spurious { background: var(--spurious); box-shadow: inset 0 -2px var(--orange); }
-.exploring { background: var(--exploring); box-shadow: inset 0 -2px var(--blue); }
+.spurious { background: var(--spurious); border-bottom: 2px solid var(--orange); }
+.exploring { background: var(--exploring); border-bottom: 2px dotted var(--blue); }
 .choosing { background: var(--choosing); }
 .tokens > del, del.sample {
-  background: var(--orange); color: var(--on-orange); font-weight: 700; text-decoration: none;
-  padding: .12em .3em; margin: 0 .15em; print-color-adjust: exact;
+  display: inline-block; background: var(--orange); color: var(--on-orange); font-weight: 700;
+  border: 0; padding: 0 .3em; margin: 0 .15em; line-height: 1.4; white-space: break-spaces;
+  text-decoration: none; print-color-adjust: exact;
 }
 del::before { content: "⊘"; font-weight: 400; margin-right: .25em; }
 .tokens > :hover, .tokens > :focus { outline: 2px solid var(--ink); outline-offset: 1px; }
 /* Whitespace keeps its character, under a faint sign. */
-.tokens i { font-style: normal; }
-.tokens i::before { content: "␣"; position: absolute; opacity: .35; }
+.tokens i { font-style: normal; position: relative; }
+.tokens i::before {
+  content: "␣"; position: absolute; left: 0; top: 0; line-height: normal; opacity: .35;
+}
 .tokens i.line::before { content: "↵"; position: static; }
 .tokens i.tab::before { content: "⇥"; }
 .tokens i.none::before { content: "∅"; position: static; }
@@ -122,16 +125,14 @@ PAGE = """<!doctype html>
 """
 
 
-def escaped(character: str) -> str:
-    """What cannot be printed (controls, lone surrogates, direction marks) as Python writes it."""
-    return character if character.isprintable() else ascii(character)[1:-1]
+def visible(text: str, font: dict | None = None) -> str:
+    """Whitespace as signs; what cannot be printed, or is no glyph of the font, as Python writes it.
 
-
-def plain(text: str) -> str:
-    """Text for an attribute of one line: whitespace as signs, the rest escaped."""
+    Controls, lone surrogates and marks that change the direction of writing cannot be printed.
+    """
     signs = {" ": "␣", "\n": "↵", "\t": "⇥"}
-    shown = "".join(signs.get(character) or escaped(character) for character in text)
-    return html.escape(shown or "∅")
+    odd = {c for c in text if not c.isprintable() or (font and ord(c) not in font)}
+    return "".join(signs.get(c) or (ascii(c)[1:-1] if c in odd else c) for c in text)
 
 
 def markup(text: str) -> str:
@@ -144,7 +145,7 @@ def markup(text: str) -> str:
         elif character.isprintable():
             parts.append(html.escape(character))
         else:
-            parts.append(f"<code>{html.escape(escaped(character))}</code>")
+            parts.append(f"<code>{visible(character)}</code>")
     return "".join(parts) or '<i class="none"></i>'
 
 
@@ -160,14 +161,17 @@ def about(response: dict, t: int, tau_p: float) -> str:
     low_p = f"{'below' if p < tau_p else 'not below'} τ_p = {tau_p:g}"
     low_h = f"{'below' if entropy < threshold else 'not below'} {response['name']}"
     lines = [
-        f"{plain(response['token'][t])} · {fate}",
+        f"{visible(response['token'][t]) or '∅'} · {fate}",
         "",
         f"p  {number(p):<8} {low_p}",
         f"H  {number(entropy):<8} {low_h} = {threshold:.3g}",
         f"A  {response['advantage']:+.2f}",
         "",
         "The likeliest words here:",
-        *(f"{number(share):<10} {plain(word)}" for word, share in response["likeliest"][t]),
+        *(
+            f"{number(share):<10} {visible(word) or '∅'}"
+            for word, share in response["likeliest"][t]
+        ),
     ]
     return "\n".join(lines)
 
@@ -177,11 +181,11 @@ def token(response: dict, t: int, tau_p: float) -> str:
     low_p, low_h = response["p"][t] < tau_p, response["entropy"][t] < response["threshold"]
     tag = "del" if response["silenced"][t] else "span"
     stop = 0 if low_p or response["silenced"][t] else -1
-    text = markup(response["token"][t])
+    text, known = markup(response["token"][t]), html.escape(about(response, t, tau_p))
     end = "\n" if text.endswith("\n") else ""  # outside, or the tint would reach into the next line
     return (
         f'<{tag} class="{QUADRANTS[low_p, low_h][0]}" tabindex="{stop}" '
-        f'data-about="{about(response, t, tau_p)}">{text.removesuffix(end)}</{tag}>{end}'
+        f'data-about="{known}">{text.removesuffix(end)}</{tag}>{end}'
     )
 
 

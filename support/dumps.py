@@ -161,12 +161,11 @@ def describe(
     `likeliest`: the largest probabilities of each place and the ids that have them, (T, 5) both.
     """
     here = slice(places.start, places.stop)
-    tau_h = finite(response.tau_h)
     return {
         "problem": response.problem,
         "answer": response.answer,
         "advantage": response.advantage,
-        "tau_h": tau_h and rounded(tau_h, 6),
+        "tau_h": finite(rounded(response.tau_h, 6)),
         "length": len(response.ids),
         "start": places.start,
         "token": [decode([i]) for i in response.ids[here]],

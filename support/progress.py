@@ -108,7 +108,8 @@ class Steps:
             silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
             say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
         if training and last["step"] < self.total:
-            say(f"stopped after step {last['step']}; continue with --resume {folder}")
+            again = f"python stapo.py --resume {folder}"
+            say(f"stopped after step {last['step']}; continue with: {again}")
         say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
 # The six benchmarks are no part of the repository: the tests that read them skip without this.
 BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
+
+
+def example(name: str) -> str:
+    """The code block behind the comment <!-- example: name --> on a page of docs/."""
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    return re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", pages, re.DOTALL)[1]
 
 
 @pytest.fixture(autouse=True)

@@ -197,7 +197,7 @@ def fail_in(place: str, folder: Path) -> None:
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
     name, owner, failing = {
         "rollout": ("sample", stapo, 1),
-        "scoring": ("token_statistics", stapo, 1),
+        "scoring": ("score", stapo, 1),
         "update": ("update", stapo, 1),
         "writing": ("end_step", stapo.RunFolder, 0),
         "input": ("load_reward", stapo, 1),

@@ -1,28 +1,21 @@
-"""The loss in other hands: pasted, in a bare loop, in TRL and verl, and equal to theirs."""
+"""The loss in other hands: the examples of docs/using-the-loss.md, run, and compared."""
 
 import importlib.util
-import inspect
 import json
 import re
+import subprocess
 import types
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, example
+from ranks import launch
 from reference import drawn
 
 import stapo
 from reward import load_reward
-from stapo import quantile, stapo_loss
-
-SECTION = ("quantile", "group_advantages", "spurious_mask", "clipped_loss", "ratio_sums")
-SECTION += ("stapo_loss", "grpo_loss")
-
-
-def example(name: str) -> str:
-    """The code block of the README behind the comment <!-- example: name -->."""
-    readme = (ROOT / "README.md").read_text()
-    return re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+from stapo import quantile, spurious_mask, stapo_loss
+from support import distributed
 
 
 def needs(package: str):
@@ -30,15 +23,22 @@ def needs(package: str):
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
-def test_the_loss_section_can_be_pasted():
-    namespace: dict = {}
-    source = "\n\n".join(inspect.getsource(getattr(stapo, name)) for name in SECTION)
-    exec("import torch\n" + source, namespace)
-    pasted = namespace["stapo_loss"](*drawn(), tau_p=0.1)
-    own = stapo_loss(*drawn(), tau_p=0.1)
-    assert torch.equal(pasted[0], own[0]) and pasted[1] == own[1]
+def test_the_copied_section_needs_torch_alone(tmp_path):
+    """The page's own command makes a module of it; what it needs beyond torch would be missing."""
+    page = (ROOT / "docs" / "using-the-loss.md").read_text()
+    command = re.search(r"```sh\n(.*?)```", page, re.DOTALL)[1].replace("> ", f"> {tmp_path}/")
+    subprocess.run(["bash", "-c", command], cwd=ROOT, check=True)
+    copied: dict = {}
+    exec((tmp_path / "stapo_loss.py").read_text(), copied)
+    arguments, own = drawn(), stapo_loss(*drawn(), tau_p=0.1)
+    loss, sums = copied["stapo_loss"](*arguments, tau_p=0.1)
+    assert torch.equal(loss, own[0]) and sums == own[1]
     rewards = torch.tensor([[1.0, -1.0, -1.0]])
-    assert torch.equal(namespace["group_advantages"](rewards), stapo.group_advantages(rewards))
+    assert torch.equal(copied["group_advantages"](rewards), stapo.group_advantages(rewards))
+    logp, old_logp, advantages, _, mask = arguments
+    options = {"eps": 0.2, "beta": 0.1, "num_responses": 6}
+    args = logp, old_logp, old_logp, advantages, mask
+    assert torch.equal(copied["grpo_loss"](*args, **options), stapo.grpo_loss(*args, **options))
 
 
 def test_bare_example():
@@ -48,6 +48,78 @@ def test_bare_example():
     names |= {"entropy": entropy, "mask": mask}
     exec(example("bare"), names)
     assert names["loss"].isfinite() and logp.grad.abs().sum() > 0
+
+
+def mini_batch(rows: int = 7) -> dict:
+    """A mini-batch with many candidates, and a tiny policy that scores rows of it."""
+    generator = torch.Generator().manual_seed(3)
+    width, words = 6, 50
+    weight = torch.randn(rows, width, words, generator=generator).double() * 4
+    ids = torch.randint(words, (rows, width), generator=generator)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+
+    def score(rows):
+        logits = weight[rows].log_softmax(-1)
+        logp = logits.gather(-1, ids[rows][..., None]).squeeze(-1)
+        return logp, -(logits.exp() * logits).sum(-1).detach()
+
+    with torch.no_grad():
+        noise = 0.3 * torch.randn(rows, width, generator=generator)
+        old_logp = score(slice(None))[0] + noise
+    advantages = torch.tensor([1.2, 0.9, -0.7, 0.5, 1.7, 0.0, 0.8]).double()[:rows]
+    mask = torch.arange(width) < lengths
+    names = {"old_logp": old_logp, "advantages": advantages, "mask": mask, "score": score}
+    return names | {"weight": weight.requires_grad_()}
+
+
+def gradient_at_once(names: dict) -> torch.Tensor:
+    """Of stapo_loss over the whole mini-batch; asserts that S2T has something to do there."""
+    logp, entropy = names["score"](slice(None))
+    args = logp, names["old_logp"], names["advantages"], entropy, names["mask"]
+    loss, sums = stapo_loss(*args)
+    assert 3 < sums["silenced"] < sums["candidates"]
+    return torch.autograd.grad(loss, names["weight"])[0]
+
+
+def test_two_passes_give_the_gradient_of_the_whole_mini_batch():
+    names = mini_batch()
+    expected = gradient_at_once(names)
+    exec(example("two-passes"), names)
+    torch.testing.assert_close(names["weight"].grad, expected)
+
+
+def two_passes_on_ranks(folder) -> None:
+    """This rank's rows of the mini-batch; the gradient is averaged as FSDP and DDP average."""
+    distributed.start()
+    names = mini_batch()
+    own = torch.arange(7)[distributed.rank() :: distributed.world_size()]
+    for name in ("old_logp", "advantages", "mask"):
+        names[name] = names[name][own]
+    score = names["score"]
+    names["score"] = lambda rows: score(own[rows])
+    first, second = example("two-passes").split("keep = ")
+    loop = second[second.index("for rows") :]
+    exec(first + example("ranks") + loop, names)
+    gradient = names["weight"].grad / distributed.world_size()
+    torch.distributed.all_reduce(gradient)
+    if distributed.rank() == 0:
+        torch.save(gradient, f"{folder}/gradient.pt")
+    distributed.finish()
+
+
+def test_two_passes_on_three_ranks(tmp_path):
+    assert launch(two_passes_on_ranks, 3, tmp_path / "log", tmp_path) == [0, 0, 0]
+    gradient = torch.load(tmp_path / "gradient.pt")
+    torch.testing.assert_close(gradient, gradient_at_once(mini_batch()))
+
+
+def test_sampler_example(capsys):
+    logp, _, _, entropy, mask = drawn()
+    names = {"old_logp": logp, "old_entropy": entropy, "mask": mask}
+    exec(example("sampler"), names)
+    d = -logp.double()[mask] - entropy.double()[mask]
+    assert float(names["gap"]) == pytest.approx(float(d.mean()))
+    assert capsys.readouterr().out.startswith("gap ")
 
 
 def test_reward_example(tmp_path):
@@ -61,26 +133,42 @@ def test_reward_example(tmp_path):
     assert all(strict(text, problem) == -1.0 for text in wrong)
 
 
-def test_the_readme_shows_the_kernel():
-    """The lines of the README's second section are those that training runs."""
-    source = inspect.getsource(stapo.clipped_loss).partition('"""')[2].partition('"""\n')[2]
-    assert f"```python\n{source}```" in (ROOT / "README.md").read_text()
+def test_the_readmes_block_is_the_loss():
+    """All of the method in the README's first block: loss and gradient are stapo_loss's own."""
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    namespace: dict = {}
+    exec(block, namespace)
+    for tau_p in (0.1, 0.0):  # without candidates nothing is silenced
+        losses, gradients = [], []
+        for loss in (namespace["stapo"], stapo_loss):
+            logp, *others = drawn()
+            found = loss(logp.requires_grad_(), *others, tau_p=tau_p)
+            losses.append(found[0] if isinstance(found, tuple) else found)
+            gradients += torch.autograd.grad(losses[-1], logp)
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*gradients)
 
 
-def test_micro_batches_of_one_response_are_another_objective():
-    """The README's toy: two right responses and a wrong one, two rare tokens in each right one."""
-    p = torch.tensor([[0.5, 0.001, 0.001], [0.5, 0.001, 0.001], [0.5, 0.5, 0.5]])
-    entropy = torch.tensor([[1.0, 0.1, 0.2], [1.0, 1.5, 1.6], [1.0, 1.0, 1.0]])
-    rho = torch.tensor([[1.0, 1.2, 0.5], [1.0, 1.1, 1.2], [1.0, 0.9, 1.1]])
-    advantages = stapo.group_advantages(torch.tensor([[1.0, 1.0, -1.0]]))[0]
-    mask = torch.tensor([[True] * 3, [True] * 3, [True, False, False]])
-    tensors = p.log(), p.log() - rho.log(), advantages, entropy, mask
-    whole, metrics = stapo_loss(*tensors)
-    parts = [stapo_loss(*(t[i : i + 1] for t in tensors)) for i in range(3)]
-    mean = sum(float(loss) for loss, _ in parts) / 3
-    silenced = [int(m["silenced"]) for _, m in parts]
-    assert (int(metrics["silenced"]), silenced) == (3, [1, 1, 0])
-    assert (round(float(whole), 3), round(mean, 3)) == (-0.173, 0.029)
+def test_micro_batches_of_one_response_are_another_objective(capsys):
+    """The page's toy prints what its comments say; and what is silenced is what its text says."""
+    names: dict = {}
+    exec(example("toy"), names)
+    said = re.findall(r"# ([+-][0-9.]+): ", example("toy"))
+    assert capsys.readouterr().out.split() == said == ["-0.173", "+0.029"]
+    tensors = names["tensors"]
+    silenced = [int(stapo_loss(*(t[i : i + 1] for t in tensors))[1]["silenced"]) for i in range(3)]
+    assert (int(stapo_loss(*tensors)[1]["silenced"]), silenced) == (3, [1, 1, 0])
+
+
+def test_tau_h_is_a_candidates_own_entropy_for_1_5_9_candidates():
+    """Why the page says to hand on the mask: rounding would decide about that candidate."""
+    for count in range(1, 14):
+        logp, entropy = torch.full((1, count), -9.0), torch.rand(1, count)
+        mask = torch.ones(1, count, dtype=torch.bool)
+        tau_h = quantile(entropy[0], 0.75)
+        assert bool((entropy == tau_h).any()) == (count % 4 == 1)
+        silenced = spurious_mask(logp, torch.ones(1), entropy, mask).sum()
+        assert silenced == {1: 0, 2: 1, 4: 3, 8: 6}.get(count, silenced)
 
 
 def trl_config(folder):
@@ -103,6 +191,40 @@ def trl_config(folder):
         save_strategy="no",
         disable_tqdm=True,
     )
+
+
+@needs("trl")
+def test_trl_config_and_check(tmp_path, monkeypatch):
+    """The page's config, in small: bfloat16 layers and a float32 head; then its first check."""
+    import trl
+    from datasets import Dataset
+
+    real = trl.GRPOConfig
+    small = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "num_generations": 4}
+    small |= {"max_completion_length": 16, "max_steps": 4, "use_cpu": True, "report_to": []}
+    small |= {"save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3}
+    small |= {"loss_type": "dapo", "steps_per_generation": 1, "num_iterations": 2}
+    monkeypatch.setattr(trl, "GRPOConfig", lambda **given: real(**given | small))
+    names: dict = {}
+    exec(example("trl") + example("check"), names)
+    losses = []
+
+    class Counted(names["Checked"]):
+        def _compute_loss(self, model, inputs):
+            assert "old_per_token_logps" in inputs
+            loss = super()._compute_loss(model, inputs)
+            losses.append(float(loss.detach()))
+            return loss
+
+    rows = [json.loads(x) for x in (TINY / "train.jsonl").read_text().splitlines()[:8]]
+    names |= {"STAPOTrainer": Counted, "model": str(TINY)}
+    names["reward"] = lambda completions, **_: [float(len(text) % 2) for text in completions]
+    names["dataset"] = Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows])
+    exec(example("trl-config"), names)
+    trainer = names["trainer"]
+    assert trainer.args.bf16 and trainer.model.dtype == torch.float32
+    trainer.train()
+    assert len(losses) == 4 and any(losses)
 
 
 @needs("trl")
@@ -163,7 +285,8 @@ def test_verl_example_is_registered_and_equals_verls_token_mean():
 
     exec(example("verl"), {})
     logp, old_logp, advantages, entropy, mask = drawn()
-    config = types.SimpleNamespace(clip_ratio_low=0.2, clip_ratio_high=0.28)
+    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+    config = types.SimpleNamespace(**clip, global_batch_info={})
     repeated = advantages[:, None] * mask
     args = old_logp, logp, repeated, mask.float()
     loss, _ = get_policy_loss_fn("stapo")(*args, config=config, entropy=entropy)
@@ -173,3 +296,8 @@ def test_verl_example_is_registered_and_equals_verls_token_mean():
     )[0]
     justrl = stapo_loss(logp, old_logp, advantages, entropy, mask, tau_p=0.0)[0]
     assert float(justrl) == pytest.approx(float(theirs), rel=1e-5)
+    # with verl's count of the mini-batch, micro-batches add up, on any number of ranks
+    config.global_batch_info = {"batch_num_tokens": 100, "dp_size": 2}
+    counted, _ = get_policy_loss_fn("stapo")(*args, config=config, entropy=entropy)
+    expected = stapo_loss(*drawn(), num_kept=50.0)[0]
+    assert float(counted) == pytest.approx(float(expected), rel=1e-5)

@@ -73,7 +73,7 @@ def test_everything_runs_on_cuda(tmp_path, qwen2):
     other = f"stapo {common} --model {qwen2} --steps 1 --save_every 0 --output {tmp_path}"
     lines = [
         f"{train} --steps 1",
-        f"{train} --steps 2 --resume True",
+        f"stapo --steps 2 --resume {output}",
         f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {judge} "
         f"--output {tmp_path}/eval",
         *(f"{other}/{method} --method {method}" for method in METHODS),

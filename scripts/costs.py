@@ -1,0 +1,319 @@
+"""What a run needs: GB on each GPU, minutes a step, hours, GB of disk. Counted, never measured.
+
+    python scripts/costs.py     # both tables (also: python scripts/bench.py memory costs)
+
+The models' shapes are the published ones, the flags those of stapo.py and of recipes/, the cards'
+figures those of their data sheets. What else is assumed stands above each table.
+"""
+
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import eval as evaluation  # noqa: E402
+import rollout  # noqa: E402
+import stapo  # noqa: E402
+from support.bookkeeping import parse_flags  # noqa: E402
+from support.decoding import CHECK_EVERY  # noqa: E402
+
+# ---------------------------------------- models
+
+
+def qwen3(name: str) -> Qwen3Config:
+    """The published shape of Qwen3-0.6B, 1.7B, 8B or 14B."""
+    hidden, layers, heads, intermediate, tied = {
+        "0.6B": (1024, 28, 16, 3072, True),
+        "1.7B": (2048, 28, 16, 6144, True),
+        "8B": (4096, 36, 32, 12288, False),
+        "14B": (5120, 40, 40, 17408, False),
+    }[name]
+    return Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate,
+        vocab_size=151936,
+        tie_word_embeddings=tied,
+    )
+
+
+@functools.cache
+def empty_model(name: str) -> Qwen3ForCausalLM:
+    """The published model without its weights."""
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(qwen3(name)).eval()
+
+
+def parameters(model: Qwen3ForCausalLM) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def least_step_bytes(model: Qwen3ForCausalLM) -> tuple[int, int]:
+    """What a decoding step reads at least, in bfloat16: the weights; for each token the cache."""
+    config = model.config
+    cache = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return 2 * parameters(model), cache
+
+
+# ---------------------------------------- memory: GB on each GPU, in host memory, on disk
+
+
+def layer_bytes_per_token(config: Qwen3Config) -> int:
+    """What one decoder layer saves for its backward in bfloat16, its input not counted."""
+    hidden, width = config.hidden_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    norms = 2 * (4 * hidden + 4 + 2 * hidden)  # float32 input and scale, bfloat16 output
+    attention = 2 * hidden + 10 * (heads + kv_heads) * width + 8 * heads + 4 * kv_heads + 4 * width
+    return norms + attention + 2 * hidden + 8 * config.intermediate_size
+
+
+def bytes_per_gpu(
+    model: Qwen3ForCausalLM, gpus: int, micro_tokens: int = stapo.Config.tokens_per_micro_batch
+) -> dict[str, int]:
+    """What stapo.py holds on each GPU under FSDP2, and its two peaks, in bytes.
+
+    Weights, gradients and AdamW's states are float32 shards (rank 0's, which are never smaller
+    than another's); compute is bfloat16. `update` is the peak of an update with gradient
+    checkpointing and micro-batches of `micro_tokens`; `rollout` is what a rollout holds before
+    its first token: no gradients, and all weights gathered in bfloat16.
+    """
+    config, tensors = model.config, list(model.parameters())
+    words, hidden = config.vocab_size, config.hidden_size
+    shard = sum(math.ceil(len(p) / gpus) * math.prod(p.shape[1:]) for p in tensors)
+    layer = parameters(model.base_model.layers[0])
+    root = parameters(model) - config.num_hidden_layers * layer  # embedding, last norm, head
+    chunk, _ = rollout.HEAD_ROWS["cuda"]
+    held = {
+        "weights": 4 * shard,
+        "gradients": 4 * shard,
+        "adamw": 8 * shard + 4 * len(tensors),  # two moments, and a step count for each tensor
+        "gathered": 2 * parameters(model),
+        "inputs": 2 * config.num_hidden_layers * hidden * micro_tokens,  # checkpointing keeps them
+        "layer": micro_tokens * layer_bytes_per_token(config),
+        # a chunk of logits (float32, its gradient in bfloat16), the head's gradient
+        "head": 6 * chunk * words + 6 * words * hidden + 4 * micro_tokens * hidden,
+    }
+    held["states"] = held["weights"] + held["gradients"] + held["adamw"]
+    # The root's bfloat16 weights stay through the update; its gradient does from the head on.
+    moments = (
+        held["inputs"] + held["head"],
+        # two layers gathered, one layer's gradient in bfloat16 and, to be reduced, in float32
+        held["inputs"] + held["layer"] + 2 * words * hidden + 10 * layer,
+        2 * words * hidden + 6 * root,  # the root's gradient is reduced
+    )
+    held["update"] = held["states"] + 2 * root + max(moments)
+    held["rollout"] = held["states"] - held["gradients"] + held["gathered"]
+    return held
+
+
+def rows_that_fit(
+    config: Qwen3Config, length: int, free: float, batch_size: int = 256, top_p: float = 1.0
+) -> int:
+    """What rollout.rows_that_fit finds where `free` bytes are left for rows of `length` tokens."""
+    per_row = rollout.bytes_per_row(config, length, 2, top_p)
+    return max(0, min(batch_size, int(0.8 * free / per_row)))
+
+
+def update_fits(held: dict[str, int], gb: int) -> bool:
+    """A twentieth of a card is left to CUDA itself and to gaps between the allocator's blocks."""
+    return held["update"] <= 0.95e9 * gb
+
+
+MEMORY = """Memory is counted, not measured, at the default flags. GB is 1e9 bytes. Rows are
+sequences decoded at a time: what four fifths of the free memory hold, at most
+--rollout_batch_size, drawing a token included (eval.py: with top-p, which sorts all words).
+Host: rank 0 has the float32 weights in memory while it loads and saves, eval.py one bfloat16 copy
+at a time; torch itself takes a few GB a rank beside that. Disk: 12 bytes a parameter for a
+checkpoint, of which --keep_last + 1 exist while one is saved. PyTorch's allocator has its default
+setting: a rollout gives its memory back before the update. Where a run is out of memory although
+much is "reserved but unallocated", set PYTORCH_ALLOC_CONF=expandable_segments:True.
+--method grpo holds the starting model, too."""
+MACHINES = (  # model, GPUs, GB of each
+    *(("0.6B", 1, 24), ("1.7B", 1, 24), ("1.7B", 1, 48), ("1.7B", 1, 80), ("1.7B", 4, 24)),
+    *(("1.7B", 8, 80), ("8B", 8, 80), ("8B", 64, 80), ("14B", 8, 80), ("14B", 64, 80)),
+)
+
+
+def markdown(heading: list[str], rows: list[list[str]]) -> str:
+    rows = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def memory_table() -> str:
+    training, evaluating = stapo.Config(), evaluation.Config(model="")
+    lengths = [training.max_prompt_tokens + training.max_new_tokens, 5120]
+    longer = training.max_prompt_tokens + evaluating.max_new_tokens
+    heading = ["model", "GPUs x GB", "weights, gradients, AdamW", "peak of an update"]
+    heading += ["a rollout without its cache", *(f"rows of {n:,} tokens" for n in lengths), "fits"]
+    heading += [f"eval.py: rows of {longer:,}", "host: stapo.py, eval.py", "disk"]
+    rows = []
+    for name, gpus, gb in MACHINES:
+        model = empty_model(name)
+        held = bytes_per_gpu(model, gpus)
+        whole, free = held["gathered"], 1e9 * gb - held["rollout"]
+        fit = [rows_that_fit(model.config, length, free) for length in lengths]
+        cells = [name, f"{gpus} x {gb}"]
+        cells += [f"{held[key] / 1e9:.1f}" for key in ("states", "update", "rollout")]
+        cells += [*map(str, fit), "yes" if update_fits(held, gb) and fit[0] else "no"]
+        cells += [f"{rows_that_fit(model.config, longer, 1e9 * gb - whole, top_p=0.9)}"]
+        cells += [f"{2 * whole / 1e9:.1f}, {whole / 1e9:.1f}"]  # float32, bfloat16
+        cells += [f"{6 * whole * (training.keep_last + 1) / 1e9:.0f}"]
+        rows.append(cells)
+    return markdown(heading, rows)
+
+
+# ---------------------------------------- costs: hours of a run
+
+
+class Card(NamedTuple):
+    """The vendor's figures."""
+
+    gb: int
+    flops: float  # a second, bfloat16, dense
+    bandwidth: float  # bytes a second
+
+
+CARDS = {
+    "RTX 4090": Card(24, 165e12, 1.01e12),
+    "A100": Card(80, 312e12, 2.04e12),
+    "H100": Card(80, 989e12, 3.35e12),
+    "H200": Card(141, 989e12, 4.8e12),
+    "H20": Card(96, 148e12, 4.0e12),
+}
+PAPER = "paper-1.7b"
+RUNS = {  # files in recipes/
+    PAPER: [(1, "H100"), (8, "H100"), (64, "H100"), (64, "H20")],
+    "qwen3-0.6b-one-24gb": [(1, "RTX 4090")],
+    "qwen3-1.7b-one-80gb": [(1, "A100"), (1, "H100"), (1, "H200")],
+    "qwen3-8b-eight-80gb": [(8, "A100"), (8, "H100"), (8, "H200")],
+}
+HOST_SECONDS = 0.020 / 28  # of a decoding step, for each layer
+PROMPT = 200  # tokens
+SHARE = 0.4  # of a card's peak, in scoring and in updates
+COSTS = """Costs are counted from these assumptions; nothing of this was measured on a GPU.
+A decoding step takes the host 20 ms for 28 layers, or the card as long as reading weights and
+cache once takes, whichever is more. Response lengths are log-normal (median a fifth of
+--max_new_tokens, sigma 1, cut), prompts have 200 tokens; as many rows are decoded at a time as
+fit, and the slowest rank counts. A parameter and token cost 2 operations to score and 8 to update,
+and before every mini-batch but the first the right half is scored again: at 40 % of the card's
+published dense bfloat16 peak. No group has A = 0. Evaluations, grading, communication between GPUs
+and checkpoints are not counted. GB: to download, the weights; on disk, these and the checkpoints.
+A run that ends its responses later than assumed costs more, in proportion to the decoding steps."""
+
+
+def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
+    """Quantiles of a log-normal law, cut at `longest`, in a fixed random order."""
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    lengths = (math.log(median) + sigma * torch.special.ndtri(places)).exp().round()
+    lengths = lengths.clamp(1, longest).long()
+    return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
+
+
+def rollout_time(
+    lengths: list[int], slots: int, step_seconds: Callable[[int, int], float]
+) -> tuple[float, int]:
+    """Seconds and decoding steps of a rollout: a slot whose response has ended takes the next.
+
+    step_seconds(rows, longest): of a step with so many rows, the longest of so many tokens.
+    """
+    waiting, running, taken, steps = lengths[::-1], [], 0.0, 0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append((0, waiting.pop()))  # tokens that it has, and will have
+        longest = PROMPT + max(has for has, _ in running)
+        taken += CHECK_EVERY * step_seconds(len(running), longest)
+        steps += CHECK_EVERY
+        running = [(has + CHECK_EVERY, end) for has, end in running if has + CHECK_EVERY < end]
+    return taken, steps
+
+
+class Cost(NamedTuple):
+    """Of a training step."""
+
+    responses: int
+    tokens: float  # of a response, on average
+    rows: int  # decoded at a time, on each GPU
+    decoding_steps: int
+    sampling: float  # seconds, as scoring and update
+    scoring: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        return self.sampling + self.scoring + self.update
+
+
+def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> Cost:
+    """Raises ValueError where the run does not fit on the cards."""
+    held = bytes_per_gpu(model, gpus, cfg.tokens_per_micro_batch)
+    longest = cfg.max_prompt_tokens + cfg.max_new_tokens
+    free = 1e9 * card.gb - held["rollout"]
+    rows = rows_that_fit(model.config, longest, free, cfg.rollout_batch_size)
+    if rows == 0 or not update_fits(held, card.gb):
+        raise ValueError(f"{cfg.model} does not fit on {gpus} x {card.gb} GB")
+    count = cfg.batch_size * cfg.group_size
+    lengths = log_normal_lengths(count, cfg.max_new_tokens / 5, cfg.max_new_tokens, sigma=1.0)
+
+    weights, cache = least_step_bytes(model)
+
+    def step_seconds(running: int, length: int) -> float:
+        read = (weights + running * length * cache) / card.bandwidth
+        return max(HOST_SECONDS * model.config.num_hidden_layers, read)
+
+    shares = [lengths[rank::gpus] for rank in range(gpus)]
+    sampling, steps = max(rollout_time(share, rows, step_seconds) for share in shares)
+    tokens = sum(lengths) + PROMPT * count
+    scoring = 2 * parameters(model) * tokens / (SHARE * card.flops * gpus)
+    statistics_pass = 0.5 * (1 - cfg.mini_batch_size / cfg.batch_size) * scoring
+    update = 8 / 2 * scoring + statistics_pass
+    rows = min(rows, len(shares[0]))
+    return Cost(count, sum(lengths) / count, rows, steps, sampling, scoring, update)
+
+
+def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
+    """The flags and the empty model of a run."""
+    cfg = parse_flags(stapo.Config, "", [f"@{ROOT}/recipes/{run}"])
+    return cfg, empty_model(re.search(r"Qwen3-([\d.]+B)", cfg.model)[1])
+
+
+def costs_table() -> str:
+    heading = ["run", "GPUs", "responses x mean tokens", "rows", "decoding steps"]
+    heading += ["minutes a step: sampling + scoring + update", "steps", "hours"]
+    heading += ["GB to download", "GB on disk"]
+    rows = []
+    for run, machines in RUNS.items():
+        cfg, model = load_run(run)
+        weights = 2e-9 * parameters(model)
+        for gpus, card in machines:
+            found = cost(cfg, model, gpus, CARDS[card])
+            parts = (found.sampling, found.scoring, found.update, found.seconds)
+            minutes = "{:.1f} + {:.1f} + {:.1f} = {:.1f}".format(*(part / 60 for part in parts))
+            cells = [run, f"{gpus} x {card}", f"{found.responses:,} x {found.tokens:,.0f}"]
+            cells += [f"{found.rows}", f"{found.decoding_steps:,}", minutes, f"{cfg.steps:,}"]
+            cells += [f"{cfg.steps * found.seconds / 3600:,.0f}", f"{weights:.1f}"]
+            rows.append([*cells, f"{weights * (1 + 6 * (cfg.keep_last + 1)):.0f}"])
+    return markdown(heading, rows)
+
+
+def compared() -> str:
+    """The count of the paper's run beside the paper's own figure."""
+    hours = 64 * cost(*load_run(PAPER), 64, CARDS["H20"]).seconds / 3600
+    return (
+        f"On the paper's 64 H20 this makes {hours:.1f} GPU-hours a step; its 5 to 7 days for "
+        f"3,000 steps are 2.6 to 3.6."
+    )
+
+
+if __name__ == "__main__":
+    print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{compared()}")

@@ -1,0 +1,24 @@
+"""The house: four files at the top, and support/ that knows none of them."""
+
+import ast
+
+from conftest import ROOT
+
+FOUR = {"stapo", "rollout", "reward", "eval"}
+
+
+def test_support_imports_none_of_the_four():
+    modules = list((ROOT / "support").glob("*.py"))
+    for file in modules:
+        imported = set()
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module.split(".")[0])
+        assert not imported & FOUR, file
+    assert len(modules) > 5
+
+
+def test_the_four_are_all_the_code_at_the_top():
+    assert {file.stem for file in ROOT.glob("*.py")} == FOUR

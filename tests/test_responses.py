@@ -1,0 +1,128 @@
+"""responses.html: any text stays text, tints and marks are right, nothing comes from elsewhere."""
+
+import random
+import re
+from html.parser import HTMLParser
+
+import responses
+from responses import write_page
+
+HOSTILE = ["<b>", "</script><script>x()</script>", '"', '" onfocus="x()', "'", "&amp;", "<!--"]
+HOSTILE += ["</div></article>", "\\frac{1}{2}", "$x^2$", "{style}", "%s", " 所以", "�", "مرحبا"]
+HOSTILE += ["\u202e", "\u200b", "\ud800", "\x00", "\r\n", "\n\n", ".\n", "\n x", "\t", "    ", ""]
+
+
+class Page(HTMLParser):
+    """The tokens of each response with their attributes, and every tag and attribute of a page."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.responses, self.token, self.scripts, self.inside = [], None, [], []
+        self.feed(page)
+        self.close()
+        assert not self.inside
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in ("meta", "html"):
+            self.inside.append(tag)
+        if attributes.get("class") == "tokens":
+            self.responses.append([])
+        if "data-about" in attributes:
+            self.token = attributes | {"tag": tag, "text": ""}
+            self.responses[-1].append(self.token)
+        if tag == "i" and self.token and attributes.get("class") == "line":
+            self.token["text"] += "\n"
+
+    def handle_endtag(self, tag):
+        if tag != "html":
+            assert self.inside.pop() == tag
+        if tag in ("span", "del"):
+            self.token = None
+
+    def handle_data(self, data):
+        self.text += data
+        if self.token:
+            self.token["text"] += data.replace("\n", "")  # the line's sign stands for it
+
+
+def make_response(words: list[str], seed: int = 0, **more) -> dict:
+    """Every quadrant has tokens; half of those that STAPO would silence are marked."""
+    draw = random.Random(seed)
+    p = [10 ** draw.uniform(-6, 0) for _ in words]
+    entropy = [draw.uniform(0, 1) for _ in words]
+    fields = {"problem": "?", "answer": "7", "advantage": 1.62, "start": 0, "length": len(words)}
+    fields |= {"token": words, "p": p, "entropy": entropy, "threshold": 0.4, "name": "τ_h"}
+    fields["silenced"] = [a < 0.002 and h < 0.2 for a, h in zip(p, entropy)]
+    fields["likeliest"] = [[[draw.choice(words), 0.5 / k] for k in range(1, 6)] for _ in words]
+    return fields | more
+
+
+def page_of(tmp_path, *shown: dict, **more) -> tuple[Page, str]:
+    dump = {"step": 3, "tau_p": 0.002, "split": "the τ_h of its mini-batch"}
+    write_page(tmp_path / "r.html", "STAPO <b>", [dump | {"responses": [*shown]} | more])
+    text = (tmp_path / "r.html").read_text("utf-8")
+    return Page(text), text
+
+
+def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere(tmp_path):
+    response = make_response(HOSTILE, problem="".join(HOSTILE), answer="</h2><script>")
+    page, text = page_of(tmp_path, response)
+    shown = [*HOSTILE]
+    for character in ("\u202e", "\u200b", "\ud800", "\x00", "\r"):
+        shown = [word.replace(character, ascii(character)[1:-1]) for word in shown]
+    assert [token["text"] for token in page.responses[0]] == shown
+    for t, token in enumerate(page.responses[0]):
+        lines = token["data-about"].split("\n")
+        words = [line.split(maxsplit=1)[1] for line in lines[-5:]]
+        for sign, character in ("␣ ", "↵\n", "⇥\t"):
+            words = [word.replace(sign, character) for word in words]
+        expected = [shown[HOSTILE.index(word)] or "∅" for word, _ in response["likeliest"][t]]
+        assert words == expected
+    assert page.tags.count("script") == 1 and responses.SCRIPT in text
+    own = {"html", "meta", "title", "style", "script", "h1", "h2", "p", "dl", "dt", "dd", "aside"}
+    assert set(page.tags) == own | {"article", "div", "span", "del", "i", "code"}
+    own = {"lang", "charset", "name", "content", "class", "tabindex", "data-about"}
+    assert set(page.attributes) == own
+    assert not re.search(r"https?:|url\(|@import|//[a-z]", text.replace("// On", ""))
+
+
+def test_tints_marks_and_tab_stops_equal_a_loop(tmp_path):
+    response = make_response([str(i) for i in range(300)])
+    page, _ = page_of(tmp_path, response)
+    names = {"spurious", "exploring", "choosing", "sure"}
+    assert {token["class"] for token in page.responses[0]} == names
+    assert 5 < sum(response["silenced"]) < 250
+    for t, token in enumerate(page.responses[0]):
+        low_p, low_h = response["p"][t] < 0.002, response["entropy"][t] < 0.4
+        if low_p:
+            assert token["class"] == ("spurious" if low_h else "exploring")
+        else:
+            assert token["class"] == ("sure" if low_h else "choosing")
+        assert token["tag"] == ("del" if response["silenced"][t] else "span")
+        assert token["tabindex"] == ("0" if low_p else "-1")
+        about = token["data-about"].split("\n")
+        assert about[0] == f"{t} · {'silenced' if response['silenced'][t] else 'kept'}"
+        p, entropy = (line.split(maxsplit=2) for line in about[2:4])
+        assert abs(float(p[1]) / response["p"][t] - 1) < 0.05
+        assert abs(float(entropy[1]) - response["entropy"][t]) < 0.001
+        assert p[2] == ("below" if low_p else "not below") + " τ_p = 0.002"
+        assert entropy[2] == ("below" if low_h else "not below") + " τ_h = 0.4"
+        assert about[4] == "A  +1.62"
+        assert about[-5:] == [f"{s:<10.3f} {word}" for word, s in response["likeliest"][t]]
+
+
+def test_silenced_responses_come_first_then_the_newest_and_a_cut_is_told(tmp_path):
+    plain = make_response(["a"], silenced=[False])
+    marked = make_response(["b"] * 3, silenced=[0, 1, 0], start=3_000, length=12_345)
+    old = {"step": 1, "tau_p": 0.002, "split": "x", "responses": [marked, plain]}
+    new = old | {"step": 9, "responses": [plain, marked, *[plain] * responses.SHOWN]}
+    write_page(tmp_path / "r.html", "STAPO", [old, new])
+    text = (tmp_path / "r.html").read_text("utf-8")
+    order = re.findall(r"step (\d+) · .* (\d) silenced", text)
+    assert order == [("9", "1"), ("1", "1")] + [("9", "0")] * (responses.SHOWN - 2)
+    told = "12,345 tokens · 1 silenced · only tokens 3,001 to 3,003 are shown"
+    assert text.count(told) == text.count("are shown") == 2
