@@ -109,7 +109,7 @@ def train(
     prior, answer, usual = problems(words, right, wrong)
     features = torch.nn.functional.normalize(torch.randn(*prior.shape[:2], width or 1), dim=2)
     head = torch.zeros(width, words) if width else torch.zeros_like(prior)
-    opt = optimizer([head.requires_grad_()], lr=lr)
+    opt = optimizer([head.requires_grad_()], lr=lr, fused=True)  # fused: the same, faster
     every, rights, curve, count = torch.arange(PROMPTS), [], [], 0
 
     def policy(prompts: Tensor) -> Tensor:  # ln pi (len(prompts), T, V)
