@@ -120,7 +120,8 @@ def test_samples_are_what_the_model_said(finished):
         assert row["advantage"] == 0 or (row["advantage"] > 0) == (row["reward"] > 0)
     samples = rows(finished / "samples.jsonl")
     assert len({row["problem"] for row in samples[:8]}) == 2  # two groups of four
-    assert any(f"\\boxed{{{row['gold']}}}" in row["response"] for row in samples)
+    for row in samples:
+        assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
 # --------------------------------------------------------------------------- saving and stopping
