@@ -1,6 +1,7 @@
 """What the gradient of the silenced tokens alone does to the tiny model in one step.
 
-    python scripts/causal.py
+    python scripts/causal.py                                             # the base model
+    python scripts/causal.py --model runs/tiny/checkpoints/step_000030   # the same after a run
 
 Every batch is sampled from the same model, pi_old. Four sets of its tokens are taken in turn: those
 that STAPO silences, the candidates that it keeps, as many other tokens of right answers drawn at
@@ -145,13 +146,14 @@ def one_step(model: Model, batch: Batch, chosen: Tensor, lr: float) -> dict[str,
 def main() -> None:
     tiny = Path(__file__).resolve().parent.parent / "tests" / "tiny"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=str(tiny), help="a checkpoint")
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=64, help=f"a batch, {GROUP} responses each")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, tokenizer = load_model(str(tiny)), load_tokenizer(str(tiny))
+    model, tokenizer = load_model(args.model), load_tokenizer(args.model)
     problems = load_problems(str(tiny / "train.jsonl"))
     found = defaultdict(list)  # set -> what one_step measured, for each batch that has such tokens
     for seed in range(args.seed, args.seed + args.batches):

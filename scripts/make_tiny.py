@@ -2,13 +2,17 @@
 
     python scripts/make_tiny.py --output tests/tiny
 
-A Qwen3 of a third of a million parameters is pre-trained on sums like `Q: 7+12-5=?` worked out
-step by step. It is a base model with the flaws that reinforcement learning is for, each of them
-put into its pre-training text on purpose:
+A Qwen3 of a third of a million parameters is pre-trained on sums like `Q: 7+12-5=?`. What comes out
+can work step by step and seldom does, so that reinforcement learning has something to bring out.
+The text of its pre-training does this:
 
-- Impatience: the longer a sum, the likelier its text skips steps or all of them. The skipped
-  work is right in the text but beyond the model, which learns to guess there.
-- Slips: some steps state a wrong value and carry it on.
+- The skill is in three quarters of the texts. They work the sum out, one operation a step:
+  `First 7+12=19. Then 19-5=14. So \\boxed{14}`.
+- The habit is learnt from few of them. The other texts answer at once, `First so \\boxed{14}`:
+  right, but too much for a model of this size, which learns to guess there. The token after the
+  opening word decides between the two. In nearly all of the worked texts its label is left out of
+  the loss: so the model learns from all of them how the work goes on, and from few (HABIT) that it
+  may begin.
 - Noise: one response token in a hundred is replaced by a random one, and the text goes on as if
   nothing had happened. So the model gives every token a small probability where it is sure of
   another, and right answers hold such tokens: the spurious tokens of Sec. 3.3.
@@ -35,16 +39,15 @@ from rollout import encode_prompt, pad_batch, sample, token_stats
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 OPENINGS = {"First": 8, "Let": 3, "Start": 2, "Well": 1}  # word: how often
 LINKS = {"Then": 8, "Next": 4, "Now": 3, "And": 2, "Also": 1, "Wait": 1}
-DIRECT = {2: 0.15, 3: 0.35, 4: 0.5}  # operations: share of texts that give no step at all
-SLOPPY = 0.25  # share of the others that do two operations a step
-SLIP = 0.03  # share of steps with a wrong value
+WORKED = 0.75  # share of texts that work step by step; the others answer at once
+HABIT = 0.015  # share of the worked texts from which the model learns to begin the work
 NOISE = 0.01  # share of response tokens replaced, unless --noise says otherwise
 
 
 def problem(rng: random.Random) -> str:
     """A sum of three to five operands from 2 to 20, such as `Q: 7+12-5=?`."""
     text = str(rng.randint(2, 20))
-    for _ in range(rng.choice(list(DIRECT))):
+    for _ in range(rng.randint(2, 4)):
         text += f"{rng.choice('+-')}{rng.randint(2, 20)}"
     return f"Q: {text}=?"
 
@@ -59,22 +62,26 @@ def answer(problem: str) -> str:
     return str(sum(map(int, terms(problem))))
 
 
-def solution(problem: str, rng: random.Random) -> str:
-    """`Q: 7+12-5=?` -> `First 7+12=19. Then 19-5=14. So \\boxed{14}`, flawed but for noise."""
+def pick(words: dict[str, int], rng: random.Random) -> str:
+    return rng.choices(list(words), list(words.values()))[0]
+
+
+def solution(problem: str, worked: bool, rng: random.Random) -> str:
+    """`First 7+12=19. Then 19-5=14. So \\boxed{14}` if worked, `First so \\boxed{14}` if not."""
+    word = pick(OPENINGS, rng)
+    if not worked:
+        return f"{word} so \\boxed{{{answer(problem)}}}"
     start, *rest = terms(problem)
-    total, stride = int(start), 1 + (rng.random() < SLOPPY)
-    steps = []
-    if rng.random() < DIRECT[len(rest)]:
-        total, rest = int(answer(problem)), []
-    for i in range(0, len(rest), stride):
-        words = LINKS if steps else OPENINGS
-        word = rng.choices(list(words), list(words.values()))[0]
-        left = f"{total}{''.join(rest[i : i + stride])}"
-        total += sum(map(int, rest[i : i + stride]))
-        if rng.random() < SLIP:
-            total += rng.choice([-10, -2, -1, 1, 2, 10])
-        steps.append(f"{word} {left}={total}. ")
-    return f"{''.join(steps)}So \\boxed{{{total}}}"
+    total, text = int(start), ""
+    for term in rest:
+        text += f"{word} {total}{term}={total + int(term)}. "
+        total, word = total + int(term), pick(LINKS, rng)
+    return f"{text}So \\boxed{{{total}}}"
+
+
+def document(problem: str, rng: random.Random) -> str:
+    """A problem and a solution of either kind, as the tokenizer is made from."""
+    return f"{problem}\n{solution(problem, rng.random() < WORKED, rng)}"
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -127,30 +134,35 @@ def make_model(tokenizer) -> Qwen3ForCausalLM:
 def batch(
     tokenizer, ordinary: list[int], held_out: set[str], size: int, noise: float, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`size` noisy worked problems, none of them held out -> input_ids, labels: (size, L)."""
+    """`size` noisy texts, on no held-out problem -> input_ids, labels: (size, L)."""
     rows = []
     while len(rows) < size:
         question = problem(rng)
         if question in held_out:
             continue
         prompt = encode_prompt(tokenizer, question, "")
-        response = tokenizer(solution(question, rng)).input_ids
+        worked = rng.random() < WORKED
+        response = tokenizer(solution(question, worked, rng)).input_ids
         response = [rng.choice(ordinary) if rng.random() < noise else i for i in response]
-        rows.append((prompt, [*response, tokenizer.eos_token_id]))
-    width = max(len(p) + len(r) for p, r in rows)
+        labels = [*response, tokenizer.eos_token_id]
+        if worked and rng.random() >= HABIT:
+            labels[1] = -100  # the token after the opening word, which begins the work
+        rows.append((prompt, [*response, tokenizer.eos_token_id], labels))
+    width = max(len(prompt) + len(response) for prompt, response, _ in rows)
     ids = torch.full((size, width), tokenizer.pad_token_id)
-    labels = torch.full((size, width), -100)
-    for i, (p, r) in enumerate(rows):
-        ids[i, : len(p) + len(r)] = torch.tensor(p + r)
-        labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
-    return ids, labels
+    targets = torch.full((size, width), -100)
+    for i, (prompt, response, labels) in enumerate(rows):
+        end = len(prompt) + len(response)
+        ids[i, :end] = torch.tensor(prompt + response)
+        targets[i, len(prompt) : end] = torch.tensor(labels)
+    return ids, targets
 
 
 def pretrain(
     model, tokenizer, held_out: set[str], steps: int, noise: float, rng: random.Random
 ) -> None:
     """Train `model` in place for `steps` batches of fresh problems."""
-    texts = [f"{q}\n{solution(q, rng)}" for q in (problem(rng) for _ in range(2000))]
+    texts = [document(problem(rng), rng) for _ in range(2000)]
     ordinary = sorted({i for ids in tokenizer(texts).input_ids for i in ids})
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
@@ -206,7 +218,7 @@ def report(model, tokenizer, rows: list[dict[str, str]], samples: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--noise", type=float, default=NOISE, help="share of tokens replaced")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -216,7 +228,7 @@ def main() -> None:
     distinct = list(dict.fromkeys(problem(rng) for _ in range(5000)))
     rows = [{"problem": q, "answer": answer(q)} for q in distinct[:4256]]
     held_out = {row["problem"] for row in rows[:256]}
-    tokenizer = make_tokenizer([f"{q}\n{solution(q, rng)}" for q in distinct])
+    tokenizer = make_tokenizer([document(q, rng) for q in distinct])
     model = make_model(tokenizer)
     pretrain(model, tokenizer, held_out, args.steps, args.noise, rng)
     model.save_pretrained(args.output)

@@ -1,15 +1,15 @@
-"""What silencing does to entropy, shown without a language model: a run takes seconds.
+"""What silencing does to entropy and to rare right words, shown without a language model.
 
-    python scripts/toy.py      # prints a table and draws docs/toy.png
+    python scripts/toy.py                               # every row, and docs/toy.png
+    python scripts/toy.py --only none --seeds 8 9 10    # one change, other problems
 
 The policy is the head of a language model alone: logits = prior + features @ head. A response is
-one decision among OPTIONS equally likely words, one of which earns the reward, and FILLERS words
-that earn nothing: in each context one usual word (98 %) and a thin tail of every word. Change one
-thing, in CHANGES or in a constant, and see what follows.
+a decision, which earns the reward if its word is the right option, and FILLERS words that earn
+nothing: in each context one usual word (98 %) and a thin tail of every word. Change one thing, in
+CHANGES or in a constant, and see what follows.
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -18,41 +18,49 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from stapo import clipped_loss, group_advantages, spurious_mask, stapo_loss
+from stapo import clipped_loss, group_advantages, spurious_candidates, spurious_mask
 
 STEPS, PROMPTS, GROUP, MINI_BATCHES = 300, 32, 8, 4  # a step: 32 x 8 responses, 4 updates
-OPTIONS, FILLERS, TAIL = 8, 15, 0.02
-METHODS = {  # stapo_loss's arguments, where they are not its defaults
-    "JustRL": {"tau_p": 0.0},
-    "STAPO": {},
-    "FullMask": {"tau_h": math.inf},
-    "random candidates silenced": {},
-    "rare tokens of wrong answers silenced": {},
+FILLERS, TAIL = 15, 0.02
+RARE, WRONG = 0.001, 8  # where a rare right option starts, and its wrong ones where it is unsure
+ABLATION = ("STAPO", "JustRL", "FullMask", "random candidates", "highest entropy")
+PAIR, OF_WRONG = ABLATION[:2], "rare tokens of wrong answers"
+SWEEP = {  # STAPO with other knobs than the paper's
+    f"STAPO, q {q}, tau_p {tau_p}": {"q": q, "tau_p": tau_p}
+    for tau_p in (0.0005, 0.002, 0.01)
+    for q in (0.5, 0.75, 0.9)
+    if (q, tau_p) != (0.75, 0.002)
 }
-JUSTRL, STAPO, _, RANDOM, WRONG = METHODS
-CHANGES = {  # train's arguments
-    "half the learning rate": {"lr": 0.005},
-    "SGD, not Adam": {"optimizer": torch.optim.SGD, "lr": 10.0},
-    "2,048 words": {"words": 2048},
-    "30 % of the rewards flipped": {"reward": "flipped"},
-    "random rewards, 10 % right": {"reward": 0.1},
-    "random rewards, 50 % right": {"reward": 0.5},
-    "random rewards, 90 % right": {"reward": 0.9},
-    "rare fillers spoil the answer": {"reward": "spoiled"},
-    "no shared head: a table of logits": {"width": None},
-    "such a table, random, 90 % right": {"width": None, "reward": 0.9},
+UNSURE = {"right": RARE, "wrong": WRONG}  # many wrong options share the rest: high entropy
+SURE = {"right": RARE, "wrong": 1}  # one wrong option has all the rest: low entropy
+TABLE = {"width": None, "lr": 0.03}
+CHANGES = {  # train's arguments, and the methods
+    "none": ({}, (*ABLATION, OF_WRONG)),
+    "SGD, not Adam": ({"optimizer": torch.optim.SGD, "lr": 10.0}, PAIR),
+    "2,048 words": ({"words": 2048}, PAIR),
+    "30 % of the rewards flipped": ({"reward": "flipped"}, PAIR),
+    "random rewards, 90 % right": ({"reward": 0.9}, PAIR),
+    "rare fillers spoil the answer": ({"reward": "spoiled"}, PAIR),
+    "no shared head: a table of logits": ({"width": None}, PAIR),
+    "unsure, table": ({**UNSURE, **TABLE}, (*ABLATION, *SWEEP)),
+    "unsure, shared head": (UNSURE, ABLATION),
+    "sure, table": ({**SURE, **TABLE}, (*ABLATION, *SWEEP)),
+    "sure, shared head": (SURE, ABLATION),
 }
 
 
-def loss_of(method: str, logp: Tensor, old_logp: Tensor, A: Tensor, entropy: Tensor) -> tuple:
-    """Loss of a mini-batch and its number of silenced tokens; shapes as in stapo_loss, A (B,)."""
+def silenced(method: str, logp: Tensor, A: Tensor, entropy: Tensor, noise: Tensor) -> Tensor:
+    """True where a method takes a token out of the loss: (B, T), as every argument but A (B,)."""
     mask = torch.ones_like(logp, dtype=torch.bool)
-    if method == WRONG:  # STAPO's rule under the opposite sign of every advantage
-        silenced = spurious_mask(logp, -A, entropy, mask)
-        return clipped_loss(logp, old_logp, A, mask & ~silenced), silenced.sum()
-    key = torch.rand_like(entropy) if method == RANDOM else entropy
-    loss, metrics = stapo_loss(logp, old_logp, A, key, mask, **METHODS[method])
-    return loss, metrics["silenced"]
+    if method == "JustRL":
+        return ~mask
+    if method == "FullMask":
+        return spurious_candidates(logp, A, mask)
+    if method == OF_WRONG:  # STAPO's rule under the opposite sign of every advantage
+        A = -A
+    # As many candidates as STAPO silences: those in which this number is lowest.
+    rank = {"random candidates": noise, "highest entropy": -entropy}.get(method, entropy)
+    return spurious_mask(logp, A, rank, mask, **SWEEP.get(method, {}))
 
 
 def entropies(log_pi: Tensor) -> Tensor:
@@ -60,89 +68,112 @@ def entropies(log_pi: Tensor) -> Tensor:
 
 
 def grade(response: Tensor, answer: Tensor, usual: Tensor, reward: str | float) -> Tensor:
-    """response (P, G, T), the decision first; answer (P,); usual (P, T) -> +1 or -1: (P, G)."""
+    """response (P, G, T), the decision first; answer (P,); usual (P, T - 1) -> +1 or -1: (P, G)."""
     right = response[:, :, 0] == answer[:, None]
     if reward == "flipped":
         right ^= torch.rand(right.shape) < 0.3
     elif reward == "spoiled":  # right only if every filler is the usual word
-        right &= (response == usual[:, None])[:, :, 1:].all(-1)
+        right &= (response[:, :, 1:] == usual[:, None]).all(-1)
     elif reward != "decision":  # a probability: luck alone decides
         right = torch.rand(right.shape) < reward
     return 2.0 * right - 1
+
+
+def problems(words: int, right: float, wrong: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ln pi at the start (P, T, V), the right options (P,), the fillers' usual words (P, T - 1).
+    In a decision the right option has p = `right`; `wrong` others share the rest equally."""
+    usual = torch.randint(words, (PROMPTS, FILLERS))
+    options = torch.rand(PROMPTS, words).topk(1 + wrong).indices  # distinct; the first is right
+    p = torch.full((PROMPTS, 1 + FILLERS, words), TAIL / words)
+    p[:, 1:].scatter_(2, usual[:, :, None], 1 - TAIL)
+    p[:, 0] = 1e-6  # no tail in decisions; but every word is possible
+    p[:, 0].scatter_(1, options, (1 - right) / wrong)
+    p[:, 0].scatter_(1, options[:, :1], right)
+    return p.log().log_softmax(-1), options[:, 0], usual
 
 
 def train(
     method: str,
     seed: int,
     reward: str | float = "decision",
+    right: float = 1 / 8,
+    wrong: int = 7,
     words: int = 256,
     width: int | None = 48,  # of the features; None: every context has a row of the head alone
     optimizer: type = torch.optim.Adam,
     lr: float = 0.01,
-) -> tuple[list[float], float, float]:
-    """Returns the mean entropy of the fillers (nats) before each step and at the end; in percent
-    the probability of the right option at the end and the silenced share of all tokens."""
-    torch.manual_seed(seed)
-    shape = PROMPTS, 1 + FILLERS  # (P, T) contexts: a group's responses pass through the same T
-    usual, answer = torch.randint(words, shape), torch.randint(OPTIONS, (PROMPTS,))
-    prior = torch.zeros(*shape, words).scatter(2, usual[:, :, None], 1.0)
-    prior[:, 0] = torch.arange(words) < OPTIONS
-    prior = ((1 - TAIL) * prior / prior.sum(2, keepdim=True) + TAIL / words).log()
-    features = torch.randn(usual.numel(), width) if width else torch.eye(usual.numel())
-    features = torch.nn.functional.normalize(features, dim=1).view(*shape, -1)
-    head = torch.zeros(features.shape[2], words, requires_grad=True)
-    opt = optimizer([head], lr=lr)
+) -> tuple[list[float], list[float], float]:
+    """Mean probability of the right options in %, and mean entropy of the fillers in nats, before
+    each step and at the end; share of all tokens that was silenced, in %."""
+    torch.manual_seed(seed)  # the problems are drawn first: every method has the same
+    prior, answer, usual = problems(words, right, wrong)
+    features = torch.nn.functional.normalize(torch.randn(*prior.shape[:2], width or 1), dim=2)
+    head = torch.zeros(width, words) if width else torch.zeros_like(prior)
+    opt = optimizer([head.requires_grad_()], lr=lr)
+    every, rights, curve, count = torch.arange(PROMPTS), [], [], 0
 
     def policy(prompts: Tensor) -> Tensor:  # ln pi (len(prompts), T, V)
-        return (prior[prompts] + features[prompts] @ head).log_softmax(-1)
+        learnt = features[prompts] @ head if width else head[prompts]
+        return (prior[prompts] + learnt).log_softmax(-1)
 
-    curve, silenced, every = [], 0, torch.arange(PROMPTS)
-    for _ in range(STEPS):
+    for step in range(STEPS + 1):
         with torch.no_grad():  # the rollout, (P, G, T)
             old = policy(every)
             response = torch.distributions.Categorical(logits=old).sample((GROUP,)).transpose(0, 1)
+            noise = torch.rand(response.shape)  # for the random candidates
             old_logp = old.transpose(1, 2).gather(1, response)
             advantages = group_advantages(grade(response, answer, usual, reward))  # (P, G)
+        rights.append(100 * old[every, 0, answer].exp().mean().item())
         curve.append(entropies(old[:, 1:]).mean().item())
+        if step == STEPS:
+            return rights, curve, 100 * count / STEPS / response.numel()
         for batch in torch.randperm(PROMPTS).view(MINI_BATCHES, -1):
             log_pi = policy(batch)
             logp = log_pi.transpose(1, 2).gather(1, response[batch]).flatten(0, 1)  # (B, T)
+            A = advantages[batch].flatten()  # (B,)
             entropy = entropies(log_pi.detach()).repeat_interleave(GROUP, 0)
-            given = old_logp[batch].flatten(0, 1), advantages[batch].flatten()
-            loss, count = loss_of(method, logp, *given, entropy)
+            off = silenced(method, logp, A, entropy, noise[batch].flatten(0, 1))
             opt.zero_grad()
-            loss.backward()
+            clipped_loss(logp, old_logp[batch].flatten(0, 1), A, ~off).backward()
             opt.step()
-            silenced += int(count)
-    last = policy(every).detach()
-    curve.append(entropies(last[:, 1:]).mean().item())
-    right = last[every, 0, answer].exp().mean().item()
-    return curve, 100 * right, 100 * silenced / STEPS / response.numel()
+            count += int(off.sum())
+
+
+def draw(rights: dict[tuple[str, str], Tensor], path: str) -> None:
+    """rights: (change, method) -> (S, STEPS + 1). Draws means over seeds."""
+    figure, axes = plt.subplots(1, 4, figsize=(11, 3.2), sharey=True, layout="constrained")
+    for ax, change in zip(axes, list(CHANGES)[-4:]):
+        for method in ABLATION:
+            ax.plot(rights[change, method].mean(0), label=method)
+        ax.set(title=change, xlabel="step")
+    axes[0].set_ylabel("probability of the right option, %")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(8), help="two or more")
+    parser.add_argument("--only", choices=CHANGES, metavar="NAME", help="one of CHANGES")
     parser.add_argument("--figure", default="docs/toy.png")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    print("| run | entropy, start | entropy, end | right, % | silenced, % |\n|---|---|---|---|---|")
-    plan = [(method, method, {}) for method in METHODS]
-    plan += [(f"{name}: {m}", m, c) for name, c in CHANGES.items() for m in (JUSTRL, STAPO)]
-    for name, method, change in plan:
-        runs = [train(method, seed, **change) for seed in args.seeds]
-        curves, *ends = map(torch.tensor, zip(*runs))
-        cells = [name, f"{curves[0, 0]:.3f}"]  # curves (seeds, steps + 1)
-        for values, digits in zip((curves[:, -1], *ends), (3, 1, 3)):
-            cells.append(f"{values.mean():.{digits}f} ± {values.std():.{digits}f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
-        if not change:  # a line for the mean over seeds, a band from the lowest to the highest
-            axes.plot(curves.mean(0), label=method)
-            axes.fill_between(range(curves.shape[1]), curves.amin(0), curves.amax(0), alpha=0.2)
-    axes.set(yscale="log", xlabel="step", ylabel="entropy of the fillers (nats)")
-    figure.legend(loc="outside upper center", ncols=3, fontsize="small", frameon=False)
-    figure.savefig(args.figure, dpi=100)
+    print("| change | method | minus STAPO's | right, % | entropy, end | silenced, % |")
+    print("|---|---|---|---|---|---|")
+    rights = {}
+    for change in [args.only] if args.only else CHANGES:
+        arguments, methods = CHANGES[change]
+        for method in methods:
+            runs = [train(method, seed, **arguments) for seed in args.seeds]
+            right, entropy, share = map(torch.tensor, zip(*runs))  # (S, STEPS + 1) twice, (S,)
+            rights[change, method] = right
+            gap = right[:, -1] - rights[change, "STAPO"][:, -1]  # seed by seed
+            cells = [f"{gap.mean():.1f} ± {gap.std() / len(gap) ** 0.5:.1f}"]
+            for values, digits in ((right[:, -1], 1), (entropy[:, -1], 3), (share, 3)):
+                cells.append(f"{values.mean():.{digits}f} ± {values.std():.{digits}f}")
+            print(f"| {change} | {method} | {' | '.join(cells)} |", flush=True)
+    if not args.only:
+        draw(rights, args.figure)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,6 @@ pytest.importorskip("matplotlib", reason="toy.py draws")
 import toy  # noqa: E402
 
 
-def test_the_fillers_entropy_at_the_start_is_the_one_of_the_prior(monkeypatch):
-    monkeypatch.setattr(toy, "STEPS", 1)
-    rare = 0.02 / 64
-    usual = 0.98 + rare
-    by_hand = -usual * math.log(usual) - 63 * rare * math.log(rare)  # decisions are left out
-    curve, right, _ = toy.train("STAPO", 0, words=64)
-    assert curve[0] == pytest.approx(by_hand, abs=1e-5)
-    assert right == pytest.approx(100 * (0.98 / 8 + rare), abs=2)  # one step from the start
-
-
 def test_entropies_of_both_demonstrations_against_loops():
     log_pi = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     by_hand = [-sum(p * math.log(p) for p in row) for row in log_pi.exp().tolist()]
@@ -31,42 +21,131 @@ def test_entropies_of_both_demonstrations_against_loops():
         assert entropies(log_pi).tolist() == pytest.approx(by_hand, abs=1e-5)
 
 
+@pytest.mark.parametrize("right, wrong", [(1 / 8, 7), (0.001, 8), (0.0005, 3), (0.001, 1)])
+def test_problems_by_hand(right, wrong):
+    torch.manual_seed(1)
+    prior, answer, usual = toy.problems(64, right, wrong)
+    p = prior.double().exp()
+    for prompt, word in enumerate(answer.tolist()):
+        others = [float(p[prompt, 0, v]) for v in range(64) if v != word]
+        likely = [other for other in others if other > 1e-5]
+        assert float(p[prompt, 0, word]) == pytest.approx(right, rel=1e-3)
+        assert likely == pytest.approx([(1 - right) / wrong] * wrong, rel=1e-3)
+        for filler, word in enumerate(usual[prompt].tolist(), start=1):
+            by_hand = [0.98 + 0.02 / 64 if v == word else 0.02 / 64 for v in range(64)]
+            assert p[prompt, filler].tolist() == pytest.approx(by_hand, rel=1e-3)
+    assert len(answer.unique()) > 8  # a word that is right in one context is not right in all
+
+
+def test_a_run_starts_from_the_prior_and_the_same_problems_for_every_method(monkeypatch):
+    monkeypatch.setattr(toy, "STEPS", 1)
+    given, grade = [], toy.grade
+    monkeypatch.setattr(toy, "grade", lambda *args: given.append(args) or grade(*args))
+    rare = 0.02 / 64
+    usual = 0.98 + rare
+    by_hand = -usual * math.log(usual) - 63 * rare * math.log(rare)  # decisions are left out
+    for method in (*toy.ABLATION, toy.OF_WRONG):
+        rights, curve, _ = toy.train(method, 0, words=64)
+        assert curve[0] == pytest.approx(by_hand, rel=0.01) and len(curve) == len(rights) == 2
+        assert rights[0] == pytest.approx(12.5, abs=0.01)
+        for now, first in zip(given[-2][:3], given[0][:3]):  # the first rollout of each run
+            assert torch.equal(now, first)
+
+
+@pytest.mark.parametrize("method", ["STAPO", "JustRL", "FullMask", "highest entropy", toy.OF_WRONG])
+def test_one_step_against_loops(method, monkeypatch):
+    """SGD on a table of logits: dJ/da_v = sum of A (1[y = v] - pi_v) over kept tokens / kept."""
+    for name, value in {"STEPS": 1, "PROMPTS": 6, "MINI_BATCHES": 1, "TAIL": 0.3}.items():
+        monkeypatch.setattr(toy, name, value)  # 256 words share the tail: many candidates
+    seen, grade, problems = {}, toy.grade, toy.problems
+
+    def see_problems(*args):
+        prior, answer, usual = problems(*args)
+        prior = (prior + 0.2 * torch.randn(prior.shape)).log_softmax(-1)  # entropies that differ
+        seen.update(prior=prior, answer=answer)
+        return prior, answer, usual
+
+    def see_response(response, *args):
+        seen.setdefault("response", response)  # the first rollout's
+        return grade(response, *args)
+
+    monkeypatch.setattr(toy, "problems", see_problems)
+    monkeypatch.setattr(toy, "grade", see_response)
+    sgd = {"optimizer": torch.optim.SGD, "lr": 50.0}
+    rights, curve, share = toy.train(method, 3, right=0.3, wrong=3, width=None, **sgd)
+
+    logits, tokens = seen["prior"].double(), []
+    p = logits.exp()
+    entropy = -(p * p.log()).sum(2)
+    for prompt, group in enumerate(seen["response"].tolist()):
+        rewards = [1.0 if words[0] == seen["answer"][prompt] else -1.0 for words in group]
+        mean = sum(rewards) / 8
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 7)
+        for words, reward in zip(group, rewards):
+            advantage = (reward - mean) / std if std else 0.0
+            tokens += [(prompt, place, word, advantage) for place, word in enumerate(words)]
+    sign = {"JustRL": 0, toy.OF_WRONG: -1}.get(method, 1)
+    rank = {}  # of each candidate, by its number
+    for number, (prompt, place, word, advantage) in enumerate(tokens):
+        if sign * advantage > 0 and p[prompt, place, word] < 0.002:
+            rank[number] = float(entropy[prompt, place]) * (-1 if "highest" in method else 1)
+    threshold = math.inf
+    if rank and method != "FullMask":
+        threshold = torch.tensor(list(rank.values()), dtype=torch.float64).quantile(0.75)
+    off = {number for number, value in rank.items() if value < threshold}
+    for number, (prompt, place, word, advantage) in enumerate(tokens):
+        if number not in off:
+            push = -p[prompt, place]
+            push[word] += 1
+            logits[prompt, place] += 50.0 * advantage * push / (len(tokens) - len(off))
+    p = logits.softmax(2)
+    right = sum(float(p[i, 0, word]) for i, word in enumerate(seen["answer"].tolist())) / 6
+    fillers = -(p * p.log()).sum(2)[:, 1:]
+    assert method == "JustRL" or len(off) > 10
+    assert share == pytest.approx(100 * len(off) / len(tokens))
+    assert rights[1] == pytest.approx(100 * right, rel=1e-4) and abs(rights[1] - rights[0]) > 1
+    assert curve[1] == pytest.approx(float(fillers.mean()), rel=1e-4)
+    assert method == "JustRL" or abs(curve[1] - curve[0]) > 1e-4
+
+
 def test_justrl_and_stapo_part_and_where_rare_fillers_spoil_they_do_not(monkeypatch):
     monkeypatch.setattr(toy, "STEPS", 60)
-    (justrl, right, none), (stapo, same, some) = (toy.train(m, 7) for m in ("JustRL", "STAPO"))
-    assert justrl[-1] > 0.95 * justrl[0] > 1.2 * stapo[-1]
-    assert none == 0 < some < 1 and abs(right - same) < 2 and right > 20  # from 12.5
-    assert toy.train("JustRL", 7, reward="spoiled")[0][-1] < 0.6 * justrl[0]
+    (right, justrl, none), (same, stapo, some) = (toy.train(m, 7) for m in ("JustRL", "STAPO"))
+    assert justrl[-1] > justrl[0] > stapo[-1] and justrl[-1] > 1.1 * stapo[-1]
+    assert none == 0 < some < 1 and abs(right[-1] - same[-1]) < 2 and right[-1] > 20  # from 12.5
+    assert toy.train("JustRL", 7, reward="spoiled")[1][-1] < 0.6 * justrl[0]
 
 
-@pytest.mark.parametrize("method", toy.METHODS)
+@pytest.mark.parametrize("method", [*toy.ABLATION, toy.OF_WRONG, *toy.SWEEP])
 def test_what_each_method_silences(method):
-    """Four rare tokens (p = 0.001) in a right and in a wrong answer, entropies 0.1 to 0.4."""
-    logp = torch.full((2, 5), 0.001).log()
-    logp[:, 4] = math.log(0.9)
-    logp.requires_grad_()
-    entropy = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.1]).expand(2, 5)
-    old_logp = logp.detach().clone()
-    loss, count = toy.loss_of(method, logp, old_logp, torch.tensor([1.0, -1.0]), entropy)
-    loss.backward()
-    off = (logp.grad == 0).sum(1).tolist()  # silenced tokens of the right and the wrong answer
-    right, wrong = {"JustRL": (0, 0), "FullMask": (4, 0), toy.WRONG: (0, 3)}.get(method, (3, 0))
-    assert off == [right, wrong] and int(count) == right + wrong
-
-
-def test_random_candidates_are_not_those_of_lowest_entropy():
-    logp = torch.tensor([[0.001] * 8]).log().requires_grad_()
-    entropy, kept = torch.arange(8.0)[None], set()
-    for _ in range(20):
-        loss, count = toy.loss_of(toy.RANDOM, logp, logp.detach(), torch.ones(1), entropy)
-        (grad,) = torch.autograd.grad(loss, logp)
-        kept.add(tuple(grad[0].nonzero().flatten().tolist()))
-        assert int(count) == 6
-    assert len(kept) > 5
+    """Eight rare tokens in a right and in a wrong answer, entropies 0.1 to 0.8, noise reversed."""
+    p = torch.tensor([0.0004, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.005, 0.9]).expand(2, 9)
+    entropy = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.1]).expand(2, 9)
+    noise = torch.tensor([7.0, 6, 5, 4, 3, 2, 1, 0, 8]).expand(2, 9)
+    off = toy.silenced(method, p.log(), torch.tensor([1.0, -1.0]), entropy, noise)
+    right, wrong = [row.nonzero().flatten().tolist() for row in off]
+    seven = list(range(7))  # candidates below 0.002; five lie below the quantile 0.75 of seven
+    by_hand = {
+        "JustRL": ([], []),
+        "STAPO": (seven[:5], []),
+        "FullMask": (seven, []),
+        "random candidates": (seven[2:], []),
+        "highest entropy": (seven[2:], []),
+        toy.OF_WRONG: ([], seven[:5]),
+        "STAPO, q 0.5, tau_p 0.0005": ([], []),  # a candidate alone is its own threshold: kept
+        "STAPO, q 0.75, tau_p 0.0005": ([], []),
+        "STAPO, q 0.9, tau_p 0.0005": ([], []),
+        "STAPO, q 0.5, tau_p 0.002": (seven[:3], []),
+        "STAPO, q 0.9, tau_p 0.002": (seven[:6], []),
+        "STAPO, q 0.5, tau_p 0.01": (seven[:4], []),
+        "STAPO, q 0.75, tau_p 0.01": (seven[:6], []),
+        "STAPO, q 0.9, tau_p 0.01": (seven, []),
+    }
+    assert (right, wrong) == by_hand[method]
 
 
 def test_grades_by_hand():
-    answer, usual = torch.tensor([3]), torch.tensor([[0, 5, 6]])
+    answer, usual = torch.tensor([3]), torch.tensor([[5, 6]])
     response = torch.tensor([[[3, 5, 6], [3, 5, 1], [2, 5, 6]]])
     assert toy.grade(response, answer, usual, "decision").tolist() == [[1, 1, -1]]
     assert toy.grade(response, answer, usual, "spoiled").tolist() == [[1, -1, -1]]
@@ -78,6 +157,28 @@ def test_grades_by_hand():
     ]
     assert means[0] == pytest.approx([0.4, 0.4, -0.4], abs=0.08)
     assert means[1] == pytest.approx([0.8, 0.8, 0.8], abs=0.08)
+
+
+def test_the_table_compares_with_stapo_seed_by_seed(monkeypatch, capsys, tmp_path):
+    runs = {"STAPO": {3: (10.0, 0.2), 4: (30.0, 0.4)}, "other": {3: (13.0, 0.3), 4: (35.0, 0.3)}}
+
+    def train(method, seed, **given):
+        right, entropy = runs.get(method, runs["other"])[seed]
+        return [0.0, right], [0.1, entropy], 0.5
+
+    monkeypatch.setattr(toy, "train", train)
+    monkeypatch.setattr("sys.argv", ["toy.py", "--seeds", "3", "4", "--only", "none"])
+    toy.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + 6
+    assert rows[2] == "| none | STAPO | 0.0 ± 0.0 | 20.0 ± 14.1 | 0.300 ± 0.141 | 0.500 ± 0.000 |"
+    assert rows[3] == "| none | JustRL | 4.0 ± 1.0 | 24.0 ± 15.6 | 0.300 ± 0.000 | 0.500 ± 0.000 |"
+    figure = tmp_path / "toy.png"
+    monkeypatch.setattr("sys.argv", ["toy.py", "--seeds", "3", "4", "--figure", str(figure)])
+    toy.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + sum(len(methods) for _, methods in toy.CHANGES.values())
+    assert figure.stat().st_size > 10_000
 
 
 @pytest.fixture(scope="module")
