@@ -8,6 +8,7 @@ import types
 from dataclasses import fields
 from pathlib import Path
 
+import costs
 import pytest
 from conftest import ROOT, TINY, example
 
@@ -63,7 +64,15 @@ def test_links_resolve(page):
 def test_flags_exist(page):
     known = {field.name for config in (stapo.Config, evaluation.Config) for field in fields(config)}
     mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text()))
+    scripts = "".join(file.read_text() for file in (ROOT / "scripts").glob("*.py"))
+    known |= set(re.findall(r'add_argument\("--([\w-]+)"', scripts))
     assert mentioned <= known | OTHER_FLAGS
+
+
+def test_counted_tables_are_what_the_script_prints():
+    """docs/training.md has both tables of scripts/costs.py as they are printed."""
+    page = text_of("training.md")
+    assert costs.memory_table() in page and costs.costs_table() in page
 
 
 def test_files_that_the_pages_name_exist():
