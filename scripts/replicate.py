@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sweep_seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     args = parser.parse_args()
