@@ -8,11 +8,11 @@ The text of its pre-training does this:
 
 - The skill is in three quarters of the texts. They work the sum out, one operation a step:
   `First 7+12=19. Then 19-5=14. So \\boxed{14}`.
-- The habit is learnt from few of them. The other texts answer at once, `First so \\boxed{14}`:
-  right, but too much for a model of this size, which learns to guess there. The token after the
-  opening word decides between the two. In nearly all of the worked texts its label is left out of
-  the loss: so the model learns from all of them how the work goes on, and from few (HABIT) that it
-  may begin.
+- The habit is learnt from few of them. The other quarter of the texts answers at once, as in
+  `First so \\boxed{14}`. That is right, but too much for a model of this size and this training: it
+  learns to guess. The token after the opening word decides between the two. In most of the worked
+  texts its label is left out of the loss. So the model learns from all of them how the work goes
+  on, and from few (HABIT) that it may begin: in about one response in twenty.
 - Noise: one response token in a hundred is replaced by a random one, and the text goes on as if
   nothing had happened. So the model gives every token a small probability where it is sure of
   another, and right answers hold such tokens: the spurious tokens of Sec. 3.3.
@@ -146,7 +146,7 @@ def batch(
         response = [rng.choice(ordinary) if rng.random() < noise else i for i in response]
         labels = [*response, tokenizer.eos_token_id]
         if worked and rng.random() >= HABIT:
-            labels[1] = -100  # the token after the opening word, which begins the work
+            labels[1] = -100  # of the token after the opening word: how to begin is not learnt
         rows.append((prompt, [*response, tokenizer.eos_token_id], labels))
     width = max(len(prompt) + len(response) for prompt, response, _ in rows)
     ids = torch.full((size, width), tokenizer.pad_token_id)

@@ -307,10 +307,9 @@ def sampling_z(model, responses) -> float:
 def test_samples_follow_the_policy_through_refills(tiny, tokenizer):
     """About 10,000 tokens in 40 slots; a temperature of 0.9 is far outside.
 
-    Every other prompt holds the word with which the tiny model works step by step: a long response.
+    The prompts hold the word with which the tiny model works step by step: long responses.
     """
-    begin = ["", "First "]
-    prompts = [tokenizer(f"Q: {i}+7-{i % 5}=?\n{begin[i % 2]}").input_ids for i in range(540)]
+    prompts = [tokenizer(f"Q: {i}+7-{i % 5}=?\nFirst ").input_ids for i in range(300)]
     settings = {"max_new_tokens": 60, "batch_size": 40}
     assert abs(sampling_z(tiny, sample(tiny, tokenizer, prompts, **settings))) < 4
     cooler = sample(tiny, tokenizer, prompts, temperature=0.9, **settings)

@@ -32,15 +32,15 @@ def test_the_number_by_hand():
     assert float(z) == pytest.approx(2**0.5, abs=1e-6)
 
 
-def test_twenty_seeds_of_the_right_sampler_are_silent(tiny_model, tokenizer):
-    found = [checked(tiny_model, tiny_model, tokenizer, 48, seed) for seed in range(20)]
+def test_twelve_seeds_of_the_right_sampler_are_silent(tiny_model, tokenizer):
+    found = [checked(tiny_model, tiny_model, tokenizer, 48, seed) for seed in range(12)]
     zs = torch.tensor([z for _, z in found])
     assert zs.abs().max() < 4 and 0.5 < zs.std() < 1.6 and abs(zs.mean()) < 0.8
 
 
 @pytest.mark.parametrize("wrong", ["top-p 0.99", "temperature 0.93", "stale weights"])
 def test_a_wrong_sampler_is_loud(tiny_model, tokenizer, wrong):
-    """Each on about 35,000 tokens; the warning's bounds are |z| > 6 and |gap| > 0.005."""
+    """Each on about 20,000 tokens; the warning's bounds are |z| > 6 and |gap| > 0.005."""
     model, options = tiny_model, {}
     if wrong == "top-p 0.99":
         options["top_p"] = 0.99
@@ -50,9 +50,9 @@ def test_a_wrong_sampler_is_loud(tiny_model, tokenizer, wrong):
         model = copy.deepcopy(tiny_model)
         generator = torch.Generator().manual_seed(0)
         for parameter in model.parameters():
-            scale = 0.06 * float(parameter.detach().std(correction=0))
+            scale = 0.08 * float(parameter.detach().std(correction=0))
             parameter.data += scale * torch.randn(parameter.shape, generator=generator)
-    gap, z = checked(model, tiny_model, tokenizer, 1000, **options)
+    gap, z = checked(model, tiny_model, tokenizer, 700, **options)
     assert abs(z) > 6 and abs(gap) > 0.005
 
 
