@@ -160,8 +160,8 @@ class RunFolder:
             write_whole(file, json.dumps(dump))
 
     def lines(self) -> list[dict[str, Any]]:
-        """The metrics of every step so far."""
-        text = (self.path / "metrics.jsonl").read_text("utf-8")
+        """The metrics of every step so far; rank 0 has them, other nodes may not have the file."""
+        text = (self.path / "metrics.jsonl").read_text("utf-8") if rank() == 0 else ""
         return [json.loads(line) for line in text.splitlines()]
 
     def save_is_due(self, every: int, minutes: float) -> bool:
