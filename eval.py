@@ -193,7 +193,7 @@ class Journal:
                         with self.path.open("a", encoding="utf-8") as file:
                             file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
                     self.rows |= {row_key(row): without_text(row) for row in rows}
-                    right = fmean(row["correct"] for row in rows)
+                    right = fmean(r["correct"] for key, r in self.rows.items() if key[:2] == name)
                     bar.set_postfix(right=f"{right:.1%}", refresh=False)
                     bar.update(len(rows))
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ from support.progress import bar as progress_bar
 from support.progress import quiet_datasets, say, track
 from support.seeds import mix_seed
 
+# The name that older transformers have works in newer ones.
+warnings.filterwarnings("ignore", message=".gradient_checkpointing_enable. is deprecated")
+
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -64,13 +68,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
+def load_model(
+    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
     model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
     return model.to(device).eval()
 
 
-def load_policy(name: str) -> Model:
+def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
     """A model with float32 weights and the methods below, sharded where there are ranks.
 
     Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
@@ -81,11 +87,11 @@ def load_policy(name: str) -> Model:
         check_head(whole)
     distributed.barrier()  # the others wait here, however long a download takes
     if not dist.is_initialized():
-        return with_methods(whole)
+        return with_methods(whole, gradient_checkpointing)
     config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    distributed.shard(with_methods(model), METHODS)
+    distributed.shard(with_methods(model, gradient_checkpointing), METHODS)
     model.to_empty(device=distributed.device())
     for module in model.modules():  # rotary frequencies are computed, not stored
         if next(module.buffers(recurse=False), None) is not None:
@@ -100,7 +106,7 @@ def load_policy(name: str) -> Model:
 METHODS = ("token_stats", "likeliest")
 
 
-def with_methods(model: Model) -> Model:
+def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
     """The model with two functions of this file as methods: token_stats and likeliest.
 
     They use the head's weight outside the model's own forward. FSDP2 gathers weights around a call
@@ -108,6 +114,8 @@ def with_methods(model: Model) -> Model:
     """
     for name in METHODS:
         setattr(model, name, types.MethodType(globals()[name], model))
+    if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -417,12 +425,12 @@ def pad_batch(
 
     Under causal attention no token sees the padding, so that its id, 0, matters nowhere.
     """
-    width = max(len(r.prompt_ids) + len(r.ids) for r in responses)
+    width = max(r.length for r in responses)
     ids = torch.zeros(len(responses), width, dtype=torch.long)
     attention = torch.zeros(len(responses), width, dtype=torch.bool)
     response_mask = torch.zeros(len(responses), width, dtype=torch.bool)
     for i, r in enumerate(responses):
-        start, end = len(r.prompt_ids), len(r.prompt_ids) + len(r.ids)
+        start, end = len(r.prompt_ids), r.length
         ids[i, :end] = torch.tensor(r.prompt_ids + r.ids)
         attention[i, :end] = True
         response_mask[i, start:end] = True

@@ -111,7 +111,7 @@ class Config:
     log_samples: int = flag(8, "responses of every step that go to samples.jsonl")
     dump_every: int = flag(0, "steps between dumps of tokens for figures.py (0: none)")
     eval_every: int = flag(0, "steps between evaluations (0: none)")
-    eval_benchmarks: list[str] = flag(["aime24"], "eval.py's names or .jsonl files")
+    eval_benchmarks: list[str] = flag(["aime24"], "eval.py's names, or .jsonl or .parquet files")
 
 
 # =========================================================================== the loss, Sec. 2 and 3
@@ -399,7 +399,7 @@ def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[
 def form_mask(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> Selection:
     """Decide once for a whole mini-batch, over all ranks, which tokens carry a gradient.
 
-    stats: p and H of each episode's tokens, from statistics_pass.
+    stats: p and H of each episode's tokens under pi_theta.
     """
     lengths = [len(s.logp) for s in stats]
     advantages = [torch.full((n,), e.advantage) for e, n in zip(episodes, lengths, strict=True)]
@@ -448,8 +448,9 @@ def batch_loss(
     clip = {"eps_low": cfg.eps_low, "eps_high": eps_high}
     sums = ratio_sums(logp, old_logp, advantages, mask, **clip)
     if cfg.method == "grpo":
-        # without a KL term no reference is loaded: pi_theta itself makes the term zero
-        ref_logp = pad_like([e.ref_logp for e in batch], mask) if with_kl(cfg) else logp.detach()
+        ref_logp = logp.detach()  # without a KL term no reference is loaded: this makes it zero
+        if with_kl(cfg.method, cfg.beta):
+            ref_logp = pad_like([e.ref_logp for e in batch], mask)
         args = logp, old_logp, ref_logp, advantages, mask
         options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": divisor}
         return grpo_loss(*args, **options), sums
@@ -457,21 +458,23 @@ def batch_loss(
     return clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=divisor), sums
 
 
-def with_kl(cfg: Config) -> bool:
-    return cfg.method == "grpo" and cfg.beta > 0
+def with_kl(method: str, beta: float) -> bool:
+    return method == "grpo" and beta > 0
 
 
 def update(
     model: Model, optimizer: Optimizer, episodes: list[Episode], selection: Selection, cfg: Config
 ) -> dict[str, float]:
-    """One optimiser step on a mini-batch. Returns the ratio sums and the loss over all ranks.
+    """One optimiser step on a mini-batch.
 
     Responses with A = 0 have no gradient (without a KL term) and are left out of the passes; they
-    stay in the denominator. The step is left out, `finite` 0, where something is not finite.
+    stay in the denominator. Where something is not finite, the step is left out. Returns over all
+    ranks the loss and ratio_sums, `grad_norm` before clipping, and `finite`: whether it stepped.
     """
     # FSDP averages gradients over ranks, so a global denominator is divided by their number.
     divisor = denominator(cfg.method, selection) / world_size()
-    trained = [i for i, e in enumerate(episodes) if e.advantage != 0 or with_kl(cfg)]
+    every = with_kl(cfg.method, cfg.beta)
+    trained = [i for i, e in enumerate(episodes) if every or e.advantage != 0]
     lengths = [episodes[i].response.length for i in trained]
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
@@ -757,17 +760,15 @@ def train(cfg: Config) -> None:
     task = load_task(cfg)
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg), resume=bool(cfg.resume))
-    model = load_policy(str(run.checkpoint or cfg.model))
-    reference = load_policy(cfg.model) if with_kl(cfg) else None
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = load_policy(str(run.checkpoint or cfg.model), cfg.gradient_checkpointing)
+    reference = load_policy(cfg.model) if with_kl(cfg.method, cfg.beta) else None
     options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, **options)
     training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
     if run.checkpoint and training:
         load_optimizer(run.checkpoint, model, optimizer)
     report = progress.Steps(cfg.steps, run.step, cfg.method)
-    not_finite, ended_early = 0, None
+    not_finite, failure = 0, None
     stop.listen()
     try:
         for step in range(run.step + 1, cfg.steps + 1):
@@ -781,8 +782,7 @@ def train(cfg: Config) -> None:
             sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            warm = min(1.0, step / max(1, cfg.warmup_steps))
-            lr = optimizer.param_groups[0]["lr"] = warm * cfg.lr
+            lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
             selections, updates = [], []
             for number, mini_batch in enumerate(mini_batches):
                 stats = [e.old for e in mini_batch]  # right as long as pi_theta is pi_old
@@ -804,13 +804,17 @@ def train(cfg: Config) -> None:
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes):
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()
-    except (Stopped, RewardError) as error:  # neither comes amid updates: weights are a step's end
-        ended_early = error
+    # Neither comes amid updates, so that the weights are those of a whole step. A Stopped is not
+    # kept: its traceback holds the rollout's KV cache, whose memory the saving needs.
+    except Stopped:
+        pass
+    except RewardError as error:
+        failure = error
     if training:
         run.save(model, optimizer, task.tokenizer, cfg.keep_last)
     report.close(run.lines(), str(run.path), training)
-    if isinstance(ended_early, RewardError):
-        raise ended_early
+    if failure:
+        raise failure
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from transformers import HfArgumentParser
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging
 
 from support.distributed import all_max, barrier, broadcast, rank
 from support.errors import InputError
@@ -125,9 +126,11 @@ class RunFolder:
         if resume and begun and not saved:
             hint = "start anew in another --output"
             raise InputError(f"--resume {self.path}: holds no checkpoint; {hint}")
-        barrier()  # every rank has looked before rank 0 writes
         self.checkpoint = saved[-1] if saved else None
         self.step = self.saved = step_of(self.checkpoint)
+        if config["steps"] < self.step:
+            raise InputError(f"--steps {config['steps']}: {self.path} is at step {self.step}")
+        barrier()  # every rank has looked before rank 0 writes
         self.saved_at = time.time()
         if rank() == 0:
             self.prepare(config)
@@ -252,8 +255,10 @@ def save_checkpoint(
             head = model.get_output_embeddings()
             if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
                 weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
+            logging.disable_progress_bar()  # transformers': it would break into the steps' bar
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
+        barrier()  # the others wait here, however long rank 0 writes
         moments = get_optimizer_state_dict(model, optimizer)
         dcp.save(moments, checkpoint_id=partial / "trainer", no_dist=not dist.is_initialized())
         barrier()
@@ -286,7 +291,7 @@ class StopSignal:
     """Ctrl-C and SIGTERM set a flag; the program looks at it where it can leave with nothing lost.
 
     Launchers and schedulers repeat SIGTERM, torchrun repeats Ctrl-C within moments: the same wish.
-    A second Ctrl-C later than that stops at once.
+    A Ctrl-C more than two seconds after the first signal stops at once.
     """
 
     def __init__(self) -> None:

@@ -121,6 +121,7 @@ def decoding_loop(
     waiting, running = list(range(len(rows))), []  # numbers of rows; running: one for each slot
     while waiting or running:
         poll()
+        bar.update(0)  # a log gets its line a minute, also where no response ends
         # 1. The next prompts are read into the free slots, which are the last.
         first, free = len(running), slots - len(running)
         running, waiting = running + waiting[:free], waiting[free:]

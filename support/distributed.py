@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -32,8 +33,8 @@ from support.errors import InputError
 
 # Two limits on how long a collective may take. FSDP2's run on NCCL and last milliseconds: after
 # half an hour something is wrong, and NCCL's watchdog ends the job. Where one rank waits for
-# another's rollout, evaluation or download, however long these are, it waits in a collective of
-# this file, on a gloo group whose limit is never reached.
+# another's rollout, evaluation, download or checkpoint, however long these are, it waits in a
+# collective of this file, on a gloo group whose limit is never reached.
 LIMIT, PATIENCE = timedelta(minutes=30), timedelta(days=30)
 
 patient: dist.ProcessGroup | None = None  # the gloo group of this file's collectives
@@ -93,9 +94,12 @@ def end_process(program: str, error: BaseException) -> NoReturn:
     for this one, so that the job would hang and the error would never be seen.
     """
     code = 1
-    if isinstance(error, SystemExit):  # of the parser, which has said why
+    if isinstance(error, SystemExit):  # of the parser or of a stop, which have said why
         code = error.code if isinstance(error.code, int) else 1
     elif isinstance(error, (InputError, OSError)):
+        # Mostly every rank has the same one. Rank 0 says it, and torchrun ends the others before
+        # their turn comes, unless rank 0 has not failed.
+        time.sleep(2 if rank() > 0 else 0)
         print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
     else:
         print(f"{program}: rank {rank()} has failed", file=sys.stderr)

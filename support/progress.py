@@ -97,7 +97,7 @@ class Steps:
         """Say what the run did, from the metrics of its steps, and what to do next."""
         self.bar.close()
         if not lines:
-            say(f"stopped before the first step was whole: nothing is in {folder}")
+            say(f"no step is whole yet: {folder} holds no checkpoint")
             return
         first, last = lines[0], lines[-1]
         if training:
@@ -107,9 +107,9 @@ class Steps:
         else:
             silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
             say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
-        if training and last["step"] < self.total:
-            again = f"python stapo.py --resume {folder}"
-            say(f"stopped after step {last['step']}; continue with: {again}")
+        if last["step"] < self.total:
+            again = f"; continue with: python stapo.py --resume {folder}" if training else ""
+            say(f"stopped after step {last['step']} of {self.total}{again}")
         say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import figures
 import pytest
@@ -17,7 +18,7 @@ from test_distributed import ENVIRONMENT, lines
 
 import stapo
 from rollout import check_head, load_problems
-from support import bookkeeping, distributed, progress
+from support import bookkeeping, decoding, distributed, progress
 from support.bookkeeping import Stopped
 from support.errors import InputError, RewardError
 from support.seeds import mix_seed
@@ -185,12 +186,36 @@ def test_a_stop_anywhere_in_a_step_loses_no_update(
     assert lines(output) == lines(finished)
 
 
+def test_a_stop_lets_go_of_the_rollouts_cache_before_it_saves(finished, tmp_path, monkeypatch):
+    """On a GPU the cache takes most of the memory, which gathering the weights needs."""
+    caches, alive, cache, save = [], [], decoding.SlotCache, bookkeeping.save_checkpoint
+
+    def made(*args):
+        caches.append(cache(*args))
+        caches[-1] = weakref.ref(made_last := caches[-1])
+        if len(caches) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return made_last
+
+    monkeypatch.setattr(decoding, "SlotCache", made)
+    saving = lambda *args: (alive.extend(c() for c in caches), save(*args))[1]  # noqa: E731
+    monkeypatch.setattr(bookkeeping, "save_checkpoint", saving)
+    run(tmp_path / "run")
+    assert len(caches) == 2 and alive == [None, None]
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(finished, capsys):
+    held = (finished / "config.json").read_bytes()
+    assert "--steps 1" in refused(capsys, f"--resume {finished} --steps 1")
+    assert (finished / "config.json").read_bytes() == held
+
+
 def test_a_rollout_is_left_within_a_few_tokens(tmp_path, monkeypatch, capsys):
     """Nothing is saved before the first step is whole, and the run says so."""
     real, forwards = stapo.load_policy, []
 
-    def load(name):
-        model = real(name)
+    def load(*args):
+        model = real(*args)
 
         def count(*_):
             forwards.append(1)
@@ -203,7 +228,7 @@ def test_a_rollout_is_left_within_a_few_tokens(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stapo, "load_policy", load)
     run(tmp_path / "run")
     assert len(forwards) <= 12 + 8 and not bookkeeping.checkpoints(tmp_path / "run")
-    assert "before the first step" in capsys.readouterr().out
+    assert "no step is whole yet" in capsys.readouterr().out
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
@@ -404,7 +429,7 @@ def test_threads_is_a_flag(tmp_path, monkeypatch):
 
 def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
     loaded, load = [], stapo.load_policy
-    monkeypatch.setattr(stapo, "load_policy", lambda name: (loaded.append(name), load(name))[1])
+    monkeypatch.setattr(stapo, "load_policy", lambda *a: (loaded.append(a), load(*a))[1])
     run(tmp_path / "none", "--method grpo --beta 0 --steps 1")
     assert len(loaded) == 1
     run(tmp_path / "some", "--method grpo --beta 1e-9 --steps 1")
