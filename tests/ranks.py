@@ -162,6 +162,9 @@ def run(case: str, folder: Path) -> None:
 
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
     real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss
+    save = stapo.RunFolder.save
+    if case != "stopped":  # the others are not continued
+        stapo.RunFolder.save = lambda *_: None
     stapo.sample, torch.optim.AdamW = sample, Recorder
     stapo.load_reward = lambda spec: lambda text, problem: float(text)
     if case == "poisoned":
@@ -184,6 +187,7 @@ def run(case: str, folder: Path) -> None:
             stapo.train(stapo.parse_flags(stapo.Config, "", ["--resume", str(output)]))
     finally:
         stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss = real
+        stapo.RunFolder.save = save
     if distributed.rank() == 0:
         lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
         torch.save({"gradients": gradients, "metrics": lines}, f"{output}.pt")
