@@ -166,7 +166,7 @@ def test_14b_is_cut_into_64_shards(tmp_path):
 # ------------------------------------------------------------------------------ crash and resume
 
 
-KILLS = int(os.environ.get("KILLS", 2))
+KILLS = int(os.environ.get("KILLS", 1))
 STEPS = 2 * KILLS
 
 
@@ -196,7 +196,7 @@ def again(output: Path) -> subprocess.Popen:
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    """SIGKILL and SIGTERM at random moments (KILLS=20: more): no step twice, missing or other."""
+    """SIGKILL at a random moment (KILLS=20: more, SIGTERM in turn): no step twice or missing."""
     whole = start(tmp_path / "whole")  # beside the other, on another core
     output, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     moments = torch.rand(KILLS, generator=torch.Generator().manual_seed(3))

@@ -35,6 +35,7 @@ def test_complete_runs_are_not_run_again_and_incomplete_ones_are(tmp_path, monke
     assert commands[0][2:5] == ["@tests/tiny/args", "--steps", "4"]
 
 
-def test_a_failing_run_is_named(tmp_path):
+def test_a_failing_run_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(replicate.sys, "executable", "false")  # a program that fails at once
     with pytest.raises(replicate.subprocess.CalledProcessError, match="--tau_p.*2.0"):
         replicate.train(tmp_path / "run", 1, ["--tau_p", "2.0"])

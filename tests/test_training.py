@@ -4,14 +4,13 @@ import copy
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT, TINY
 from datasets import Dataset
+from ranks import launch
 from reference import method_loss, row_stats
 from transformers import AutoModelForCausalLM
 
@@ -410,11 +409,9 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
 def test_memory_stays_flat_over_50_steps(tmp_path):
     """Peak resident memory of a process, read in each metrics line, in GB."""
     flags = FLAGS.replace("--steps 2 --batch_size 4", "--steps 50 --batch_size 2")
-    code = f"import stapo; stapo.main({('@tests/tiny/args ' + flags).split()!r} + "
-    code += f"['--group_size', '2', '--max_new_tokens', '8', '--output', '{tmp_path}/run'])"
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", code]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    flags += f" --group_size 2 --max_new_tokens 8 --output {tmp_path}/run"
+    argv = f"@tests/tiny/args {flags}".split()
+    assert launch(stapo.main, 1, tmp_path / "log", argv) == [0]
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     peaks = [json.loads(row)["peak_memory_gb"] for row in rows]
     assert len(peaks) == 50 and peaks[-1] < 1.05 * peaks[20]
