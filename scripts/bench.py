@@ -1,12 +1,11 @@
-"""Speed and memory, measured in pairs that do the same work in turn, as ratios; and counted tables.
+"""Speed and memory, measured in pairs that do the same work in turn, as ratios.
 
-    python scripts/bench.py                       # counts head update rollout step memory costs
+    python scripts/bench.py                       # head update rollout step memory
     python scripts/bench.py update step --quick   # small shapes: what the tests run; no bar applies
 
 `head`, `update` and `rollout` run this project's code beside a plain twin that computes the same
 (it is checked to), `step` beside TRL's trainer where trl is installed. A CPU runs on one thread. A
-ratio is the median over pairs. `counts` counts what a decoding step moves on a GPU; `memory` and
-`costs` are the tables of costs.py.
+ratio is the median over pairs. `memory` measures on a GPU what costs.py counts.
 """
 
 import argparse
@@ -30,8 +29,6 @@ from pathlib import Path
 import torch
 import transformers
 from torch.nn import functional
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -367,30 +364,14 @@ def rollouts(quick: bool) -> list[dict]:
     return table + (decoding_step() if large else [])
 
 
-def slots_of_text(model: Qwen3ForCausalLM, rows: int, length: int) -> Callable[[int], torch.Tensor]:
-    """decoding.decode for a number of steps after `length` tokens in each of `rows` slots."""
-    cache = decoding.SlotCache(length + 64, model.device, model.dtype)
-    cache.reserve(rows, length + 64)
-    forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    texts, seeds = [[7] * length for _ in range(rows)], list(range(rows))
-    choose = lambda _token, logits, numbers: decoding.next_token(logits, numbers)  # noqa: E731
-    return lambda n: decoding.decode(forward, cache, texts, seeds, n, choose)
-
-
-def least_step_bytes(model: Qwen3ForCausalLM, rows: int, length: int) -> int:
-    """Weights and cache, read once."""
-    weights, cache = costs.least_step_bytes(model)
-    return weights + rows * length * cache
-
-
-def decoding_step(rows: int = 64, length: int = 2000) -> list[dict]:
-    """On a GPU: how long the step takes whose bytes `counts` counts."""
-    model = random_model(qwen3("1.7B")).bfloat16()
+def decoding_step() -> list[dict]:
+    """On a GPU: how long the step takes that costs.py counts."""
+    model, (rows, length) = random_model(qwen3("1.7B")).bfloat16(), costs.STEP
     with torch.inference_mode():
-        decode = slots_of_text(model, rows, length)
+        decode = costs.slots_of_text(model, rows, length)
         decode(8)
         taken = min(seconds(lambda: decode(32)) / 32 for _ in range(3))
-    read = least_step_bytes(model, rows, length) / 1e12
+    read = costs.least_step_bytes(model, rows * length) / 1e12
     return [
         row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken),
         row("decoding step: weights and cache read, TB a second", read / taken),
@@ -507,91 +488,12 @@ def step(quick: bool) -> list[dict]:
     return [row(what, statistics.median(ratios[1:]), least=2)]  # the first turn warms up
 
 
-# ---------------------------------------- counts: what a decoding step moves on a GPU
-
-
-class Count(TorchDispatchMode):
-    """Kernel launches and bytes moved by what runs on the meta device, attention included.
-
-    A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
-    into a part of a tensor that part. Views and empty tensors are free.
-    """
-
-    FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
-    FOUND = ("aten::embedding", "aten::index.Tensor", "aten::gather", "aten::searchsorted.Tensor")
-    FILLED = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::new_zeros", "aten::arange")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = self.bytes = 0
-
-    def __enter__(self):
-        self.attention = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = self.fused_attention
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        functional.scaled_dot_product_attention = self.attention
-        return super().__exit__(*error)
-
-    def fused_attention(self, query, key, value, attn_mask=None, **_) -> torch.Tensor:
-        """One kernel, as on CUDA; its output is as large as the query."""
-        self.launch(query, query, key, value, *([] if attn_mask is None else [attn_mask]))
-        return torch.empty_like(query)
-
-    def launch(self, *moved: torch.Tensor) -> None:
-        self.launches += 1
-        for tensor in moved:  # an expanded dimension (stride 0) is there once
-            sizes = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride]
-            self.bytes += tensor.element_size() * math.prod(sizes)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.name()
-        outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        if view or name.startswith(self.FREE):
-            return out
-        if name.startswith(self.FOUND):
-            self.launch(*outs, *outs)
-        elif name.startswith(self.FILLED):
-            self.launch(*outs)
-        elif name.startswith(("aten::index_put_", "aten::copy_")):
-            new = args[2] if "index_put" in name else args[1]
-            self.launch(new, new)
-        else:
-            self.launch(*ins, *outs)
-        return out
-
-
-def counted(call: Callable) -> Count:
-    with Count() as count, torch.no_grad():
-        call()
-    return count
-
-
-def counts(quick: bool, rows: int = 64, length: int = 2000) -> list[dict]:
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(qwen3("1.7B")).eval().bfloat16()
-        decode = slots_of_text(model, rows, length)
-        with torch.no_grad():
-            decode(1)  # makes the cache
-        step = counted(lambda: decode(1))
-    least = least_step_bytes(model, rows, length) / 1e9
-    what = f"decoding step, 1.7B, {rows} rows x {length:,} tokens: GB (at least {least:.1f})"
-    return [
-        row(what, step.bytes / 1e9, most=20),
-        row("decoding step: kernel launches", step.launches, most=1675),
-    ]
-
-
-# ---------------------------------------- counted tables
+# ---------------------------------------- memory: the peak of an update beside its count
 
 
 def memory(quick: bool) -> list[dict]:
-    print(f"\n{costs.MEMORY}\n\n{costs.memory_table()}\n")
     if not CUDA or quick:
+        print("memory: needs a GPU and full shapes: left out")
         return []
     model = random_model(qwen3("1.7B"))
     distributed.shard(model, rollout.METHODS)
@@ -608,11 +510,6 @@ def memory(quick: bool) -> list[dict]:
         row("peak of an update, 1.7B on one GPU, measured / counted", peak / sums),
         row("the same: reserved / allocated", reserved / peak),
     ]
-
-
-def hours(quick: bool) -> list[dict]:
-    print(f"\n{costs.COSTS}\n\n{costs.costs_table()}\n\n{costs.compared()}\n")
-    return []
 
 
 # ---------------------------------------- the table
@@ -639,8 +536,7 @@ def report(table: list[dict], bars: bool) -> str:
     return "\n".join([*lines, "", f"{processor()}; {versions}; {datetime.date.today()}"])
 
 
-BENCHES = {"counts": counts, "head": head, "update": update, "rollout": rollouts, "step": step}
-BENCHES |= {"memory": memory, "costs": hours}
+BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step, "memory": memory}
 
 
 def main() -> None:

@@ -78,15 +78,16 @@ def entropies(log_pi: Tensor) -> Tensor:
     return -(log_pi.exp() * log_pi).sum(-1)  # nats: (N, V) -> (N,)
 
 
-def token_sets(model: Model, batch: Batch) -> dict[str, Tensor]:
-    """The four sets, each (B, L) bool."""
+def token_sets(model: Model, batch: Batch, seed: int) -> dict[str, Tensor]:
+    """The four sets, each (B, L) bool; `seed` draws the tokens at random."""
     with torch.no_grad():
         logp, entropy, _ = token_stats(model, *batch[:3])
     given = entropy, batch.mask
     silenced = spurious_mask(logp, batch.advantages, *given)
     candidates = spurious_mask(logp, batch.advantages, *given, tau_h=math.inf)
     others = (batch.mask & (batch.advantages > 0)[:, None] & ~candidates).nonzero()
-    drawn = others[torch.randperm(len(others))[: int(silenced.sum())]]
+    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))
+    drawn = others[order[: int(silenced.sum())]]
     at_random = torch.zeros_like(silenced)
     at_random[tuple(drawn.T)] = True
     return {
@@ -160,7 +161,7 @@ def main() -> None:
         order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(seed))
         chosen = [problems[i] for i in order[: args.prompts]]
         batch = collect(model, tokenizer, chosen, seed)
-        for name, tokens in token_sets(model, batch).items():
+        for name, tokens in token_sets(model, batch, seed).items():
             if tokens.any():
                 found[name].append(one_step(model, batch, tokens, args.lr))
     print("| step on | entropy up in | " + " | ".join(h for h, _ in COLUMNS.values()) + " |")

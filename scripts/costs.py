@@ -1,6 +1,6 @@
 """What a run needs: GB on each GPU, minutes a step, hours, GB of disk. Counted, never measured.
 
-    python scripts/costs.py     # both tables (also: python scripts/bench.py memory costs)
+    python scripts/costs.py     # both tables, and what one decoding step moves
 
 The models' shapes are the published ones, the flags those of stapo.py and of recipes/, the cards'
 figures those of their data sheets. What else is assumed stands above each table.
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 import eval as evaluation  # noqa: E402
 import rollout  # noqa: E402
 import stapo  # noqa: E402
+from support import decoding  # noqa: E402
 from support.bookkeeping import parse_flags  # noqa: E402
-from support.decoding import CHECK_EVERY  # noqa: E402
 
 # ---------------------------------------- models
 
@@ -59,11 +62,11 @@ def parameters(model: Qwen3ForCausalLM) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def least_step_bytes(model: Qwen3ForCausalLM) -> tuple[int, int]:
-    """What a decoding step reads at least, in bfloat16: the weights; for each token the cache."""
+def least_step_bytes(model: Qwen3ForCausalLM, tokens: int) -> int:
+    """What a decoding step reads at least, in bfloat16: the weights, and the cache of all rows."""
     config = model.config
     cache = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return 2 * parameters(model), cache
+    return 2 * parameters(model) + tokens * cache
 
 
 # ---------------------------------------- memory: GB on each GPU, in host memory, on disk
@@ -228,13 +231,14 @@ def rollout_time(
     step_seconds(rows, longest): of a step with so many rows, the longest of so many tokens.
     """
     waiting, running, taken, steps = lengths[::-1], [], 0.0, 0
+    more = decoding.CHECK_EVERY
     while waiting or running:
         while waiting and len(running) < slots:
             running.append((0, waiting.pop()))  # tokens that it has, and will have
         longest = PROMPT + max(has for has, _ in running)
-        taken += CHECK_EVERY * step_seconds(len(running), longest)
-        steps += CHECK_EVERY
-        running = [(has + CHECK_EVERY, end) for has, end in running if has + CHECK_EVERY < end]
+        taken += more * step_seconds(len(running), longest)
+        steps += more
+        running = [(has + more, end) for has, end in running if has + more < end]
     return taken, steps
 
 
@@ -265,11 +269,11 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> C
     count = cfg.batch_size * cfg.group_size
     lengths = log_normal_lengths(count, cfg.max_new_tokens / 5, cfg.max_new_tokens, sigma=1.0)
 
-    weights, cache = least_step_bytes(model)
+    host, weights = HOST_SECONDS * model.config.num_hidden_layers, least_step_bytes(model, 0)
+    cache = least_step_bytes(model, 1) - weights
 
     def step_seconds(running: int, length: int) -> float:
-        read = (weights + running * length * cache) / card.bandwidth
-        return max(HOST_SECONDS * model.config.num_hidden_layers, read)
+        return max(host, (weights + running * length * cache) / card.bandwidth)
 
     shares = [lengths[rank::gpus] for rank in range(gpus)]
     sampling, steps = max(rollout_time(share, rows, step_seconds) for share in shares)
@@ -315,5 +319,101 @@ def compared() -> str:
     )
 
 
+# ---------------------------------------- one decoding step: bytes and kernel launches
+
+STEP = (64, 2000)  # rows, and the tokens that each has
+
+
+class Count(TorchDispatchMode):
+    """Kernel launches and bytes moved by what runs on the meta device, attention included.
+
+    A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
+    into a part of a tensor that part. Views and empty tensors are free.
+    """
+
+    FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
+    FOUND = ("aten::embedding", "aten::index.Tensor", "aten::gather", "aten::searchsorted.Tensor")
+    FILLED = ("aten::fill_", "aten::zero_", "aten::zeros", "aten::new_zeros", "aten::arange")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.bytes = 0
+
+    def __enter__(self):
+        self.attention = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self.fused_attention
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        functional.scaled_dot_product_attention = self.attention
+        return super().__exit__(*error)
+
+    def fused_attention(self, query, key, value, attn_mask=None, **_) -> torch.Tensor:
+        """One kernel, as on CUDA; its output is as large as the query."""
+        self.launch(query, query, key, value, *([] if attn_mask is None else [attn_mask]))
+        return torch.empty_like(query)
+
+    def launch(self, *moved: torch.Tensor) -> None:
+        self.launches += 1
+        for tensor in moved:  # an expanded dimension (stride 0) is there once
+            sizes = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride]
+            self.bytes += tensor.element_size() * math.prod(sizes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if view or name.startswith(self.FREE):
+            return out
+        if name.startswith(self.FOUND):
+            self.launch(*outs, *outs)
+        elif name.startswith(self.FILLED):
+            self.launch(*outs)
+        elif name.startswith(("aten::index_put_", "aten::copy_")):
+            new = args[2] if "index_put" in name else args[1]
+            self.launch(new, new)
+        else:
+            self.launch(*ins, *outs)
+        return out
+
+
+def counted(call: Callable) -> Count:
+    with Count() as count, torch.no_grad():
+        call()
+    return count
+
+
+def slots_of_text(model: Qwen3ForCausalLM, rows: int, length: int) -> Callable[[int], torch.Tensor]:
+    """decoding.decode for a number of steps after `length` tokens in each of `rows` slots."""
+    cache = decoding.SlotCache(length + 64, model.device, model.dtype)
+    cache.reserve(rows, length + 64)
+    forward = functools.partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    texts, seeds = [[7] * length for _ in range(rows)], list(range(rows))
+    choose = lambda _token, logits, numbers: decoding.next_token(logits, numbers)  # noqa: E731
+    return lambda n: decoding.decode(forward, cache, texts, seeds, n, choose)
+
+
+def counted_step() -> Count:
+    """A step of Qwen3-1.7B in bfloat16."""
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(qwen3("1.7B")).eval().bfloat16()
+        decode = slots_of_text(model, *STEP)
+        with torch.no_grad():
+            decode(1)  # makes the cache
+        return counted(lambda: decode(1))
+
+
+def step_sentence(step: Count) -> str:
+    rows, length = STEP
+    least = least_step_bytes(empty_model("1.7B"), rows * length)
+    return (
+        f"A decoding step at 1.7B, {rows} rows x {length:,} tokens, moves {step.bytes / 1e9:.1f} "
+        f"GB ({least / 1e9:.1f} GB is the least) with {step.launches:,} kernel launches."
+    )
+
+
 if __name__ == "__main__":
-    print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{compared()}")
+    print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{compared()}\n")
+    print(step_sentence(counted_step()))

@@ -14,7 +14,7 @@ import figures
 import pytest
 import torch
 from conftest import ROOT, TINY
-from test_distributed import ENVIRONMENT, lines
+from test_distributed import lines
 
 import stapo
 from rollout import check_head, load_problems
@@ -234,12 +234,13 @@ def test_a_rollout_is_left_within_a_few_tokens(tmp_path, monkeypatch, capsys):
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
     """Sent to every process, as schedulers do: a rank gets a second one from torchrun."""
     flags = "@tests/tiny/args --batch_size 8 --mini_batch_size 4 --save_every 0 --steps"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     output = tmp_path / "run"
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
             [*command, "stapo.py", *flags.split(), "1000", "--output", str(output)],
-            **{"cwd": ROOT, "env": ENVIRONMENT, "stdout": log, "stderr": log},
+            **{"cwd": ROOT, "env": environment, "stdout": log, "stderr": log},
             start_new_session=True,
         )
         while not (output / "metrics.jsonl").exists() or not lines(output):

@@ -1,26 +1,24 @@
 """One, two and four ranks compute the same thing; a run survives being killed at any moment."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import CASES, ON_FOUR, fail_in, launch, train_on_canned_rollouts
+from ranks import CASES, ON_FOUR, begin, fail_in, launch, train_on_canned_rollouts
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+import stapo
 from support import bookkeeping, distributed
 
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "tests" / "tiny"
+TINY = Path(__file__).parent / "tiny"
 TIMINGS = ("rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_gb")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def make_folder(folder: Path) -> Path:
@@ -80,7 +78,7 @@ def test_ranks_agree(folder, case, world):
             assert ours[key] == same, key
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_stop_amid_updates_costs_nothing(folder, world):
     """Asked for on one rank after the first of step 1's two updates: the second is done, too."""
     stopped, whole = (
@@ -133,8 +131,8 @@ def test_cases_are_what_they_say(folder):
     lines = {case: torch.load(folder / f"world1-{case}.pt")["metrics"][0] for case in CASES}
     assert lines["stapo"]["silenced"] > 3 and lines["stapo"]["candidates"] > 8
     assert lines["stapo"]["skipped_updates"] == 0 and lines["poisoned"]["skipped_updates"] == 1
-    assert lines["no-candidates"]["candidates"] == 0
     assert lines["idle-ranks"]["zero_advantage_fraction"] == 0.5
+    assert lines["early-end"]["silenced"] > 3  # by the random numbers of each rank's responses
     assert lines["nothing-to-learn"]["clip_low"] is None
     assert lines["poisoned"]["loss"] is None
 
@@ -167,20 +165,8 @@ def test_14b_is_cut_into_64_shards(tmp_path):
 
 
 KILLS = int(os.environ.get("KILLS", 1))
-STEPS = 2 * KILLS
-
-
-def start(output: Path, *extra: str) -> subprocess.Popen:
-    """A run of two steps for each kill; RANKS=2 in the environment puts it under torchrun."""
-    flags = f"@tests/tiny/args --steps {STEPS} --batch_size 4 --mini_batch_size 2 --save_every 1"
-    flags = [*flags.split(), "--output", str(output), *extra]
-    if bookkeeping.checkpoints(output):
-        flags = ["--resume", str(output)]
-    ranks = os.environ.get("RANKS", "1")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks > "1" else []
-    command = [sys.executable, *torchrun, "stapo.py", *flags]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, start_new_session=True, **streams)
+RANKS = int(os.environ.get("RANKS", 1))
+STEPS = 3 * KILLS
 
 
 def lines(output: Path) -> list[dict]:
@@ -188,33 +174,41 @@ def lines(output: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in TIMINGS} for row in rows]
 
 
-def again(output: Path) -> subprocess.Popen:
-    """Resumes a run, or begins it anew where it was killed before its first checkpoint."""
-    if not bookkeeping.checkpoints(output):
+def start(output: Path) -> list[multiprocessing.Process]:
+    """A run of three steps for each kill; continued where it has a checkpoint."""
+    flags = f"@tests/tiny/args --steps {STEPS} --batch_size 4 --mini_batch_size 2 --save_every 1"
+    flags += f" --output {output}"
+    if bookkeeping.checkpoints(output):
+        flags = f"--resume {output}"
+    else:
         shutil.rmtree(output, ignore_errors=True)
-    return start(output)
+    return begin(stapo.main, RANKS, Path(f"{output}.log"), flags.split())
+
+
+def end(processes: list[multiprocessing.Process], output: Path) -> None:
+    """Waits for the end; a run may have been killed or asked to stop, but not fail."""
+    for rank, process in enumerate(processes):
+        process.join(timeout=120)
+        log = Path(f"{output}.log.{rank}").read_text()[-2000:]
+        assert process.exitcode in (0, -signal.SIGKILL), log
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    """SIGKILL at a random moment (KILLS=20: more, SIGTERM in turn): no step twice or missing."""
-    whole = start(tmp_path / "whole")  # beside the other, on another core
-    output, log = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    """SIGKILL at a random moment (KILLS=20: more, SIGTERM in turn; RANKS=2): no step twice."""
+    whole, output = start(tmp_path / "whole"), tmp_path / "run"
     moments = torch.rand(KILLS, generator=torch.Generator().manual_seed(3))
     for number, moment in enumerate(moments.tolist()):
-        process = again(output)
-        began = len(lines(output)) if log.exists() else 0
-        deadline = time.time() + 60
-        while process.poll() is None and time.time() < deadline:  # wait until it trains
-            if log.exists() and len(log.read_text().splitlines()) > min(began, STEPS - 1):
+        newest = bookkeeping.checkpoints(output)[-1:]
+        processes = start(output)
+        while any(p.is_alive() for p in processes):  # until it has saved again
+            if bookkeeping.checkpoints(output)[-1:] != newest:
                 break
             time.sleep(0.01)
         time.sleep(moment)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL if number % 2 == 0 else signal.SIGTERM)
-        process.communicate(timeout=60)
-        assert process.returncode in (0, -signal.SIGKILL)  # a stop is no failure
-    process = again(output)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error[-2000:]
-    assert whole.wait(timeout=120) == 0, whole.stderr.read()[-2000:]
-    assert lines(output) == lines(tmp_path / "whole")
+        for process in processes:
+            process.kill() if number % 2 == 0 else process.terminate()
+        end(processes, output)
+    assert len(lines(output)) < STEPS or KILLS > 1
+    end(start(output), output)
+    end(whole, tmp_path / "whole")
+    assert len(lines(output)) == STEPS and lines(output) == lines(tmp_path / "whole")
