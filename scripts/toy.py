@@ -25,12 +25,9 @@ FILLERS, TAIL = 15, 0.02
 RARE, WRONG = 0.001, 8  # where a rare right option starts, and its wrong ones where it is unsure
 ABLATION = ("STAPO", "JustRL", "FullMask", "random candidates", "highest entropy")
 PAIR, OF_WRONG = ABLATION[:2], "rare tokens of wrong answers"
-SWEEP = {  # STAPO with other knobs than the paper's
-    f"STAPO, q {q}, tau_p {tau_p}": {"q": q, "tau_p": tau_p}
-    for tau_p in (0.0005, 0.002, 0.01)
-    for q in (0.5, 0.75, 0.9)
-    if (q, tau_p) != (0.75, 0.002)
-}
+KNOBS = [(q, tau_p) for tau_p in (0.0005, 0.002, 0.01) for q in (0.5, 0.75, 0.9)]
+KNOBS.remove((0.75, 0.002))  # the paper's: what follows is STAPO with others
+SWEEP = {f"STAPO, q {q}, tau_p {tau_p}": {"q": q, "tau_p": tau_p} for q, tau_p in KNOBS}
 UNSURE = {"right": RARE, "wrong": WRONG}  # many wrong options share the rest: high entropy
 SURE = {"right": RARE, "wrong": 1}  # one wrong option has all the rest: low entropy
 TABLE = {"width": None, "lr": 0.03}
@@ -103,14 +100,14 @@ def train(
     optimizer: type = torch.optim.Adam,
     lr: float = 0.01,
 ) -> tuple[list[float], list[float], float]:
-    """Mean probability of the right options in %, and mean entropy of the fillers in nats, before
-    each step and at the end; share of all tokens that was silenced, in %."""
+    """Mean probability of the right options in %, before each step and at the end; mean entropy of
+    the fillers in nats, at the start and at the end; silenced tokens, in % of all."""
     torch.manual_seed(seed)  # the problems are drawn first: every method has the same
     prior, answer, usual = problems(words, right, wrong)
     features = torch.nn.functional.normalize(torch.randn(*prior.shape[:2], width or 1), dim=2)
     head = torch.zeros(width, words) if width else torch.zeros_like(prior)
     opt = optimizer([head.requires_grad_()], lr=lr, fused=True)  # fused: the same, faster
-    every, rights, curve, count = torch.arange(PROMPTS), [], [], 0
+    every, rights, fillers, count = torch.arange(PROMPTS), [], [], 0
 
     def policy(prompts: Tensor) -> Tensor:  # ln pi (len(prompts), T, V)
         learnt = features[prompts] @ head if width else head[prompts]
@@ -119,14 +116,16 @@ def train(
     for step in range(STEPS + 1):
         with torch.no_grad():  # the rollout, (P, G, T)
             old = policy(every)
-            response = torch.distributions.Categorical(logits=old).sample((GROUP,)).transpose(0, 1)
+            sampler = torch.distributions.Categorical(logits=old, validate_args=False)
+            response = sampler.sample((GROUP,)).transpose(0, 1)
             noise = torch.rand(response.shape)  # for the random candidates
             old_logp = old.transpose(1, 2).gather(1, response)
             advantages = group_advantages(grade(response, answer, usual, reward))  # (P, G)
         rights.append(100 * old[every, 0, answer].exp().mean().item())
-        curve.append(entropies(old[:, 1:]).mean().item())
+        if step in (0, STEPS):
+            fillers.append(entropies(old[:, 1:]).mean().item())
         if step == STEPS:
-            return rights, curve, 100 * count / STEPS / response.numel()
+            return rights, fillers, 100 * count / STEPS / response.numel()
         for batch in torch.randperm(PROMPTS).view(MINI_BATCHES, -1):
             log_pi = policy(batch)
             logp = log_pi.transpose(1, 2).gather(1, response[batch]).flatten(0, 1)  # (B, T)
@@ -158,18 +157,18 @@ def main() -> None:
     parser.add_argument("--figure", default="docs/toy.png")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| change | method | minus STAPO's | right, % | entropy, end | silenced, % |")
-    print("|---|---|---|---|---|---|")
+    print("| change | method | minus STAPO's | right, % | entropy, start | end | silenced, % |")
+    print("|---|---|---|---|---|---|---|")
     rights = {}
     for change in [args.only] if args.only else CHANGES:
         arguments, methods = CHANGES[change]
         for method in methods:
             runs = [train(method, seed, **arguments) for seed in args.seeds]
-            right, entropy, share = map(torch.tensor, zip(*runs))  # (S, STEPS + 1) twice, (S,)
+            right, entropy, share = map(torch.tensor, zip(*runs))  # (S, STEPS + 1), (S, 2), (S,)
             rights[change, method] = right
             gap = right[:, -1] - rights[change, "STAPO"][:, -1]  # seed by seed
             cells = [f"{gap.mean():.1f} ± {gap.std() / len(gap) ** 0.5:.1f}"]
-            for values, digits in ((right[:, -1], 1), (entropy[:, -1], 3), (share, 3)):
+            for values, digits in zip((right[:, -1], *entropy.T, share), (1, 3, 3, 3)):
                 cells.append(f"{values.mean():.{digits}f} ± {values.std():.{digits}f}")
             print(f"| {change} | {method} | {' | '.join(cells)} |", flush=True)
     if not args.only:
