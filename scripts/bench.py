@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import transformers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -104,6 +103,10 @@ def row(what: str, value: float, *, least: float = 0.0, most: float = math.inf) 
     """A line of the table; `least` or `most` is its bar, where it has one."""
     bar = f"at least {least:g}" if least else f"at most {most:g}" if most < math.inf else ""
     return {"what": what, "value": value, "bar": bar, "holds": least <= value <= most}
+
+
+def left_out(what: str, why: str) -> None:
+    print(f"{what} is left out: {why}", file=sys.stderr)
 
 
 def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
@@ -435,7 +438,7 @@ def train_with_trl(
 def step(quick: bool) -> list[dict]:
     """A rollout batch of 8 x 8 responses and its four optimiser steps, statistics pass included."""
     if importlib.util.find_spec("trl") is None:
-        print("step: trl is not installed (pip install trl): left out")
+        left_out("step", "trl is not installed (pip install trl)")
         return []
     large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
     longest = 1024 if large else 40 if quick else 256
@@ -493,7 +496,7 @@ def step(quick: bool) -> list[dict]:
 
 def memory(quick: bool) -> list[dict]:
     if not CUDA or quick:
-        print("memory: needs a GPU and full shapes: left out")
+        left_out("memory", "it needs a GPU and full shapes")
         return []
     model = random_model(qwen3("1.7B"))
     distributed.shard(model, rollout.METHODS)
@@ -523,17 +526,16 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, 1 thread"
 
 
-def report(table: list[dict], bars: bool) -> str:
-    lines = ["| measured | value | bar | holds |", "|---|---|---|---|"]
-    for line in table:
-        value, bar = line["value"], line["bar"] if bars else ""
-        value = f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-        holds = ("yes" if line["holds"] else "**no**") if bar else ""
-        lines.append(f"| {line['what']} | {value} | {bar} | {holds} |")
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    if importlib.util.find_spec("trl"):
-        versions += f", trl {importlib.metadata.version('trl')}"
-    return "\n".join([*lines, "", f"{processor()}; {versions}; {datetime.date.today()}"])
+def table_line(line: dict, bars: bool) -> str:
+    value, bar = line["value"], line["bar"] if bars else ""
+    holds = ("yes" if line["holds"] else "**no**") if bar else ""
+    return f"| {line['what']} | {value:.3g} | {bar} | {holds} |"
+
+
+def versions() -> str:
+    names = [name for name in ("torch", "transformers", "trl") if importlib.util.find_spec(name)]
+    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return f"{processor()}; {found}; {datetime.date.today()}"
 
 
 BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step, "memory": memory}
@@ -550,12 +552,12 @@ def main() -> None:
     if CUDA:
         distributed.start()
     else:
-        print("no GPU: every CUDA part is left out, and nothing below speaks for one")
-    table = []
+        left_out("every CUDA part", "there is no GPU, and nothing below speaks for one")
+    print("| measured | value | bar | holds |\n|---|---|---|---|", flush=True)
     for name in args.names or BENCHES:
-        table += BENCHES[name](args.quick)
-    if table:
-        print(report(table, bars=not args.quick and not CUDA))  # bars are a CPU thread's
+        for line in BENCHES[name](args.quick):  # bars are a CPU thread's
+            print(table_line(line, bars=not args.quick and not CUDA), flush=True)
+    print(f"\n{versions()}")
     distributed.finish()
 
 
