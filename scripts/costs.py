@@ -305,7 +305,8 @@ def costs_table() -> str:
             minutes = "{:.1f} + {:.1f} + {:.1f} = {:.1f}".format(*(part / 60 for part in parts))
             cells = [run, f"{gpus} x {card}", f"{found.responses:,} x {found.tokens:,.0f}"]
             cells += [f"{found.rows}", f"{found.decoding_steps:,}", minutes, f"{cfg.steps:,}"]
-            cells += [f"{cfg.steps * found.seconds / 3600:,.0f}", f"{weights:.1f}"]
+            hours = cfg.steps * found.seconds / 3600
+            cells += [f"{hours:,.{0 if hours > 100 else 1}f}", f"{weights:.1f}"]
             rows.append([*cells, f"{weights * (1 + 6 * (cfg.keep_last + 1)):.0f}"])
     return markdown(heading, rows)
 
