@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import TINY, make_random_model
 from ranks import CASES, ON_FOUR, begin, fail_in, launch, train_on_canned_rollouts
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -17,7 +18,6 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 import stapo
 from support import bookkeeping, distributed
 
-TINY = Path(__file__).parent / "tiny"
 TIMINGS = ("rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_gb")
 
 
@@ -25,21 +25,9 @@ def make_folder(folder: Path) -> Path:
     """What ranks.py needs; weights drawn wide enough for confident, low-probability tokens."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     for name, tied in (("tied", True), ("untied", False)):
-        torch.manual_seed(1)
-        config = Qwen3Config(
-            vocab_size=len(tokenizer) + 8,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            tie_word_embeddings=tied,
-            initializer_range=0.6,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(folder / name)
+        model = make_random_model(len(tokenizer) + 8, tied, spread=0.6)
+        model.config.eos_token_id = tokenizer.eos_token_id
+        model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     rows = [{"problem": f"Q: {i}+{i}=?", "answer": str(2 * i)} for i in range(1, 9)]
     (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
