@@ -1,7 +1,7 @@
 """Several ranks for the tests, and what they train on: canned rollouts, gradients written down.
 
 `launch` starts processes as torchrun does, by environment variables, out of a server that has
-imported torch and transformers once.
+imported torch, transformers and datasets once.
 """
 
 import json
@@ -34,7 +34,7 @@ def begin(worker: Callable, world: int, log: Path, *args) -> list[multiprocessin
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'scripts'}"
     os.environ["OMP_NUM_THREADS"] = "1"
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["ranks"])
+    server.set_forkserver_preload(["ranks", "datasets"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -225,6 +225,7 @@ def fail_in(place: str, folder: Path) -> None:
 
     setattr(owner, name, failing_once)
     stapo.main(
-        f"""@tests/tiny/args --steps 3 --batch_size 4 --mini_batch_size 2 --group_size 2
-        --max_new_tokens 8 --save_every 0 --output {folder}/{place}""".split()
+        f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 4
+        --mini_batch_size 2 --group_size 2 --max_new_tokens 8 --save_every 0
+        --output {folder}/{place}""".split()
     )

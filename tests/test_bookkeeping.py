@@ -23,8 +23,8 @@ from support.bookkeeping import Stopped
 from support.errors import InputError, RewardError
 from support.seeds import mix_seed
 
-FLAGS = """@tests/tiny/args --steps 2 --batch_size 4 --mini_batch_size 2 --group_size 4
-    --max_new_tokens 40 --save_every 0"""
+FLAGS = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 4
+    --mini_batch_size 2 --group_size 4 --max_new_tokens 40 --save_every 0"""
 
 
 def run(output, extra: str = "") -> None:
@@ -115,7 +115,7 @@ def test_steps_after_the_checkpoint_are_done_again(finished, tmp_path):
 
 
 def test_samples_are_what_the_model_said(finished):
-    answers = {p["problem"]: p["answer"] for p in load_problems(str(TINY / "train.jsonl"))}
+    answers = {p["problem"]: p["answer"] for p in load_problems(str(TINY / "test.jsonl"))}
     for row in rows(finished / "samples.jsonl"):
         assert row["gold"] == answers[row["problem"]] and abs(row["reward"]) == 1
         assert row["advantage"] == 0 or (row["advantage"] > 0) == (row["reward"] > 0)

@@ -165,7 +165,7 @@ def lines(output: Path) -> list[dict]:
 def start(output: Path) -> list[multiprocessing.Process]:
     """A run of three steps for each kill; continued where it has a checkpoint."""
     flags = f"@tests/tiny/args --steps {STEPS} --batch_size 4 --mini_batch_size 2 --save_every 1"
-    flags += f" --output {output}"
+    flags += f" --data tests/tiny/test.jsonl --output {output}"
     if bookkeeping.checkpoints(output):
         flags = f"--resume {output}"
     else:

@@ -263,8 +263,8 @@ def test_twenty_entropy_keeps_the_token_at_the_quantile():
 
 # ------------------------------------------------------------------------------------ whole runs
 
-FLAGS = """--steps 2 --batch_size 4 --mini_batch_size 2 --group_size 4 --max_new_tokens 40
-    --lr 1e-4 --warmup_steps 0 --save_every 0"""
+FLAGS = """--data tests/tiny/test.jsonl --steps 2 --batch_size 4 --mini_batch_size 2 --group_size 4
+    --max_new_tokens 40 --lr 1e-4 --warmup_steps 0 --save_every 0"""
 KEYS = """step entropy entropy_p50 entropy_p80 entropy_p95 entropy_p99 low_prob_fraction tokens
     response_length truncated_fraction reward accuracy zero_advantage_fraction candidates silenced
     silenced_fraction clip_low clip_high ratio_mean loss grad_norm lr rollout_seconds
