@@ -62,11 +62,14 @@ def parameters(model: Qwen3ForCausalLM) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def cache_bytes(config: Qwen3Config) -> int:
+    """Keys and values of one token in all layers, in bfloat16."""
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
 def least_step_bytes(model: Qwen3ForCausalLM, tokens: int) -> int:
-    """What a decoding step reads at least, in bfloat16: the weights, and the cache of all rows."""
-    config = model.config
-    cache = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return 2 * parameters(model) + tokens * cache
+    """What a decoding step reads at least: bfloat16 weights, the cache of all rows' tokens."""
+    return 2 * parameters(model) + tokens * cache_bytes(model.config)
 
 
 # ---------------------------------------- memory: GB on each GPU, in host memory, on disk
@@ -269,8 +272,8 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> C
     count = cfg.batch_size * cfg.group_size
     lengths = log_normal_lengths(count, cfg.max_new_tokens / 5, cfg.max_new_tokens, sigma=1.0)
 
-    host, weights = HOST_SECONDS * model.config.num_hidden_layers, least_step_bytes(model, 0)
-    cache = least_step_bytes(model, 1) - weights
+    host = HOST_SECONDS * model.config.num_hidden_layers
+    weights, cache = 2 * parameters(model), cache_bytes(model.config)
 
     def step_seconds(running: int, length: int) -> float:
         return max(host, (weights + running * length * cache) / card.bandwidth)
