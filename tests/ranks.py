@@ -100,7 +100,7 @@ CASES = {
 
 
 # On four ranks: two ranks of four idle, one with nothing, sums and slices over more than two.
-ON_FOUR = ("stapo", "idle-ranks", "early-end")
+ON_FOUR = ("stapo", "grpo", "idle-ranks", "early-end", "stopped")
 
 
 def canned_rollouts(case: str) -> dict:

@@ -234,7 +234,7 @@ def test_a_rollout_is_left_within_a_few_tokens(tmp_path, monkeypatch, capsys):
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
     """Sent to every process, as schedulers do: a rank gets a second one from torchrun."""
     flags = "@tests/tiny/args --batch_size 8 --mini_batch_size 4 --save_every 0 --steps"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     output = tmp_path / "run"
     with open(tmp_path / "log", "w") as log:

@@ -66,7 +66,7 @@ def test_ranks_agree(folder, case, world):
             assert ours[key] == same, key
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_stop_amid_updates_costs_nothing(folder, world):
     """Asked for on one rank after the first of step 1's two updates: the second is done, too."""
     stopped, whole = (
