@@ -136,7 +136,7 @@ def recipe_run(request, tmp_path_factory):
     rows = (TINY / "test.jsonl").read_text().splitlines()[:2]
     (folder / "bench.jsonl").write_text("\n".join(rows))
     cfg = read_recipe(request.param)
-    small = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 1 --batch_size 4
+    small = f"""--model {TINY} --data {TINY}/test.jsonl --instruction= --steps 1 --batch_size 4
         --mini_batch_size 2 --max_new_tokens 40 --rollout_batch_size 16 --threads 1 --lr 1e-4
         --eval_benchmarks {folder}/bench.jsonl --save_every {min(cfg.save_every, 1)}
         --eval_every {min(cfg.eval_every, 1)} --dump_every {min(cfg.dump_every, 1)}

@@ -30,7 +30,7 @@ for line in FLAGS.strip().splitlines():
     program, *flags = line.split()
     {"stapo": stapo, "eval": eval}[program].main(flags)
 """
-TINY = """--data tests/tiny/train.jsonl --instruction= --batch_size 2 --mini_batch_size 1
+TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batch_size 1
     --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
 
 
