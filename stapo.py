@@ -22,6 +22,7 @@ the update of a mini-batch, the collection of a rollout batch, the metrics, the 
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
@@ -63,7 +64,7 @@ from support.bookkeeping import (
 from support.distributed import all_cat, all_sum, gather, rank, world_size
 from support.dumps import DumpedResponse, make_dump
 from support.errors import InputError, RewardError
-from support.seeds import generator, mix_seed, uniform
+from support.seeds import generator, mix_seed
 
 
 @dataclass
@@ -307,6 +308,24 @@ def grpo_loss(
 # ================================================= which tokens carry a gradient, under each method
 
 
+class Method(NamedTuple):
+    """What a method looks at and divides by; what it keeps is said in choose_tokens below."""
+
+    reads: str  # the responses whose p and H under pi_theta it needs: "right", "all" or "none"
+    divides_by: str  # the denominator of its objective: "kept" tokens, all "tokens" or "responses"
+
+
+METHODS = {
+    "stapo": Method(reads="right", divides_by="kept"),
+    "justrl": Method(reads="none", divides_by="tokens"),
+    "grpo": Method(reads="none", divides_by="responses"),  # of each a mean over its tokens
+    "20-entropy": Method(reads="all", divides_by="tokens"),  # also by those that it drops
+    "full-mask": Method(reads="right", divides_by="kept"),
+    "high-entropy": Method(reads="right", divides_by="kept"),
+    "random": Method(reads="right", divides_by="kept"),
+}
+
+
 @torch.no_grad()
 def choose_tokens(
     method: str,
@@ -325,19 +344,17 @@ def choose_tokens(
     all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. An
     ablation is S2T with another number in the entropy's place.
     """
-    every = torch.ones_like(logp, dtype=torch.bool)
-    if method == "20-entropy":
-        return entropy >= quantile(entropy, 0.8), ~every, -math.inf
+    no_token = torch.zeros_like(logp, dtype=torch.bool)
     if method in ("justrl", "grpo"):
-        return every, ~every, -math.inf
-    # Each token is a row of its own here: (N, 1).
-    rows = {"logp": logp[:, None], "advantages": advantages, "mask": every[:, None]}
-    candidates = spurious_candidates(**rows, tau_p=tau_p)[:, 0]
+        return ~no_token, no_token, -math.inf
+    if method == "20-entropy":
+        return entropy >= quantile(entropy, 0.8), no_token, -math.inf
+    candidates = (advantages > 0) & (logp.exp() < tau_p)
     if method == "full-mask":
         return ~candidates, candidates, math.inf
     ranked_by = {"stapo": entropy, "high-entropy": -entropy, "random": noise}[method]
-    tau_h = quantile(ranked_by[every if quantile_over == "all" else candidates], q)
-    silenced = spurious_mask(**rows, entropy=ranked_by[:, None], tau_p=tau_p, tau_h=tau_h)[:, 0]
+    tau_h = quantile(ranked_by if quantile_over == "all" else ranked_by[candidates], q)
+    silenced = candidates & (ranked_by < tau_h)
     return ~silenced, candidates, float(tau_h)
 
 
@@ -346,21 +363,11 @@ class Selection(NamedTuple):
 
     keep: list[torch.Tensor]  # of each response on this rank: (T,) bool, the paper's I
     tau_h: float  # nats under stapo
-    responses: int
+    denominator: int  # what the objective is divided by
     tokens: int
-    kept: int
     candidates: int
-    silenced: int  # candidates that carry none
+    silenced: int  # candidates that carry no gradient
     finite: bool  # whether every statistic is
-
-
-def denominator(method: str, selection: Selection) -> int:
-    """What the objective of a mini-batch is divided by."""
-    if method == "grpo":  # its tokens are averaged within each response
-        return selection.responses
-    if method == "20-entropy":  # drops tokens and still divides by all of them
-        return selection.tokens
-    return max(selection.kept, 1)
 
 
 # ============================================================= the update, Sec. 3.3, Algorithm 1
@@ -382,51 +389,51 @@ class Episode:
 def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[TokenStats]:
     """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta.
 
-    Only responses that choose_tokens looks at are forwarded; the others keep pi_old's numbers.
+    Only responses that the method reads are forwarded; the others keep pi_old's numbers. Only
+    right responses can hold candidates.
     """
-    if cfg.method in ("justrl", "grpo"):
-        needed = []
-    elif cfg.method == "20-entropy" or cfg.quantile_over == "all":
-        needed = list(range(len(episodes)))
-    else:  # only right responses can hold candidates
-        needed = [i for i, e in enumerate(episodes) if e.advantage > 0]
-    responses = [episodes[i].response for i in needed]
-    fresh = score(model, responses, cfg.tokens_per_micro_batch)
-    current = dict(zip(needed, fresh, strict=True))
-    return [current.get(i, e.old) for i, e in enumerate(episodes)]
+    reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
+    needed = {"none": [], "right": [e for e in episodes if e.advantage > 0], "all": episodes}[reads]
+    fresh = score(model, [e.response for e in needed], cfg.tokens_per_micro_batch)
+    current = {id(e): stats for e, stats in zip(needed, fresh, strict=True)}
+    return [current.get(id(e), e.old) for e in episodes]
 
 
-def form_mask(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> Selection:
+def make_selection(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> Selection:
     """Decide once for a whole mini-batch, over all ranks, which tokens carry a gradient.
 
     stats: p and H of each episode's tokens under pi_theta.
     """
     lengths = [len(s.logp) for s in stats]
     advantages = [torch.full((n,), e.advantage) for e, n in zip(episodes, lengths, strict=True)]
-    logp, entropy, advantages = (
-        all_cat(torch.cat(rows))  # (N,), every rank's
-        for rows in ([s.logp for s in stats], [s.entropy for s in stats], advantages)
-    )
+    # Each rank brings its own tokens and receives every rank's: (N,).
+    logp = all_cat(torch.cat([s.logp for s in stats]))
+    entropy = all_cat(torch.cat([s.entropy for s in stats]))
+    advantages = all_cat(torch.cat(advantages))
     noise = None
-    if cfg.method == "random":
-        # One number for each token of the rollout: of its response's own random numbers, those at
-        # positions that sampling never uses.
-        places = [-1 - torch.arange(n) for n in lengths]
-        noise = [uniform(torch.tensor(e.seed), at) for e, at in zip(episodes, places, strict=True)]
-        noise = all_cat(torch.cat(noise).float())
-    thresholds = {"tau_p": cfg.tau_p, "q": cfg.q, "quantile_over": cfg.quantile_over}
+    if cfg.method == "random":  # one number for each token, drawn once for the whole rollout
+        draws = [generator(e.seed, "noise") for e in episodes]
+        noise = [torch.rand(n, generator=draw) for n, draw in zip(lengths, draws, strict=True)]
+        noise = all_cat(torch.cat(noise))
     keep, candidates, tau_h = choose_tokens(
-        cfg.method, logp, advantages, entropy, noise, **thresholds
+        cfg.method,
+        logp,
+        advantages,
+        entropy,
+        noise,
+        tau_p=cfg.tau_p,
+        q=cfg.q,
+        quantile_over=cfg.quantile_over,
     )
-    of_ranks = gather((sum(lengths), len(episodes)))  # tokens and responses of each rank
-    start = sum(tokens for tokens, _ in of_ranks[: rank()])
+    start = sum(gather(sum(lengths))[: rank()])  # tokens of the ranks before this one
     own = keep[start : start + sum(lengths)]
+    kept, responses = int(keep.sum()), int(all_sum({"responses": len(episodes)})["responses"])
+    sizes = {"kept": max(kept, 1), "tokens": len(keep), "responses": responses}
     return Selection(
         keep=list(own.split(lengths)),
         tau_h=tau_h,
-        responses=sum(responses for _, responses in of_ranks),
+        denominator=sizes[METHODS[cfg.method].divides_by],
         tokens=len(keep),
-        kept=int(keep.sum()),
         candidates=int(candidates.sum()),
         silenced=int((candidates & ~keep).sum()),
         finite=bool(logp.isfinite().all() and entropy.isfinite().all()),
@@ -438,7 +445,7 @@ def batch_loss(
     keep: list[torch.Tensor],
     logp: torch.Tensor,
     mask: torch.Tensor,
-    divisor: float,
+    denominator: float,
     cfg: Config,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a micro-batch under --method, and its ratio sums. logp, mask (B, L)."""
@@ -452,10 +459,10 @@ def batch_loss(
         if with_kl(cfg.method, cfg.beta):
             ref_logp = pad_like([e.ref_logp for e in batch], mask)
         args = logp, old_logp, ref_logp, advantages, mask
-        options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": divisor}
+        options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
         return grpo_loss(*args, **options), sums
     keep = pad_like(keep, mask)
-    return clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=divisor), sums
+    return clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=denominator), sums
 
 
 def with_kl(method: str, beta: float) -> bool:
@@ -472,21 +479,22 @@ def update(
     ranks the loss and ratio_sums, `grad_norm` before clipping, and `finite`: whether it stepped.
     """
     # FSDP averages gradients over ranks, so a global denominator is divided by their number.
-    divisor = denominator(cfg.method, selection) / world_size()
-    every = with_kl(cfg.method, cfg.beta)
-    trained = [i for i, e in enumerate(episodes) if every or e.advantage != 0]
-    lengths = [episodes[i].response.length for i in trained]
+    denominator = selection.denominator / world_size()
+    kl = with_kl(cfg.method, cfg.beta)
+    pairs = zip(episodes, selection.keep, strict=True)
+    trained = [(e, keep) for e, keep in pairs if kl or e.advantage != 0]
+    lengths = [e.response.length for e, _ in trained]
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
     optimizer.zero_grad()
     for places in progress.track(micro_batches(lengths, cfg.tokens_per_micro_batch), "update"):
-        batch = [episodes[trained[i]] for i in places]
-        keep = [selection.keep[trained[i]] for i in places]
+        batch = [trained[i][0] for i in places]
+        keep = [trained[i][1] for i in places]
         stats, mask = forward(model, [e.response for e in batch], logp_only=True)
         if not batch:
             (stats.logp.sum() * 0).backward()
             continue
-        loss, sums = batch_loss(batch, keep, stats.logp, mask, divisor, cfg)
+        loss, sums = batch_loss(batch, keep, stats.logp, mask, denominator, cfg)
         loss.backward()
         for name, value in {"loss": loss.detach() / world_size(), **sums}.items():
             local[name] += value.double()
@@ -566,8 +574,19 @@ def collect(
         scores = score(reference, responses, cfg.tokens_per_micro_batch)
         ref_logp = [stats.logp for stats in scores]
     stop.leave_if_asked()  # updates that have begun are finished, so the last chance for a while
-    columns = posed, responses, rewards, advantages.flatten().tolist(), seeds, old, ref_logp
-    episodes = [Episode(*row) for row in zip(*columns, strict=True)]
+    advantages = advantages.flatten().tolist()
+    episodes = [
+        Episode(
+            problem=posed[i],
+            response=responses[i],
+            reward=rewards[i],
+            advantage=advantages[i],
+            seed=seeds[i],
+            old=old[i],
+            ref_logp=ref_logp[i],
+        )
+        for i in range(len(responses))
+    ]
     size = share * cfg.group_size
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
@@ -627,8 +646,10 @@ def entropy_metrics(episodes: list[Episode]) -> dict[str, float]:
 
 def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str, float | None]:
     """What the mini-batches of a step add up to; without updates the shares are None."""
-    total = {key: sum(u[key] for u in updates) for key in (updates or [{}])[0]}
-    forwarded = total.get("tokens", 0)
+    total = Counter()
+    for sums in updates:
+        total.update(sums)  # adds them up by key
+    forwarded = total["tokens"]
     silenced = sum(s.silenced for s in selections)
 
     def per_token(key: str) -> float | None:
@@ -646,7 +667,7 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
         "ratio_mean": per_token("ratio_sum"),
         "loss": mean("loss"),
         "grad_norm": mean("grad_norm"),
-        "skipped_updates": len(updates) - total.get("finite", 0),
+        "skipped_updates": len(updates) - total["finite"],
     }
 
 
@@ -672,13 +693,22 @@ def dump(
     """Write dumps/step_N.json for scripts/figures.py: right responses, as pi_old sees them."""
     responses = []
     for mini_batch in mini_batches:
-        selection = form_mask(mini_batch, [e.old for e in mini_batch], cfg)
+        selection = make_selection(mini_batch, [e.old for e in mini_batch], cfg)
         for e, keep in zip(mini_batch, selection.keep, strict=True):
             p = e.old.logp.exp()
-            about = e.problem["problem"], e.problem["answer"], e.response.prompt_ids, e.response.ids
-            silenced = (p < cfg.tau_p) & ~keep  # 20-entropy drops other tokens, too
-            stats = p, e.old.entropy, e.old.collision
-            responses.append(DumpedResponse(*about, e.advantage, silenced, *stats, selection.tau_h))
+            dumped = DumpedResponse(
+                problem=e.problem["problem"],
+                answer=e.problem["answer"],
+                prompt_ids=e.response.prompt_ids,
+                ids=e.response.ids,
+                advantage=e.advantage,
+                silenced=(p < cfg.tau_p) & ~keep,  # 20-entropy drops other tokens, too
+                p=p,
+                entropy=e.old.entropy,
+                collision=e.old.collision,
+                tau_h=selection.tau_h,
+            )
+            responses.append(dumped)
     made = make_dump(
         [response for response in responses if response.advantage > 0],
         step=step,
@@ -788,7 +818,7 @@ def train(cfg: Config) -> None:
                 stats = [e.old for e in mini_batch]  # right as long as pi_theta is pi_old
                 if number > 0 and training:
                     stats = statistics_pass(model, mini_batch, cfg)
-                selections.append(form_mask(mini_batch, stats, cfg))
+                selections.append(make_selection(mini_batch, stats, cfg))
                 if training:
                     updates.append(update(model, optimizer, mini_batch, selections[-1], cfg))
                     not_finite = check_finite(updates[-1]["finite"], not_finite, step)

@@ -229,7 +229,7 @@ def plain_update(
 ) -> None:
     """stapo.update's twin: 8 rows at a time, padded to the longest of all, nothing left out."""
     width = max(e.response.length for e in episodes)
-    divisor = stapo.denominator(cfg.method, selection)
+    divisor = selection.denominator
     model.train()
     optimizer.zero_grad()
     for start in range(0, len(episodes), 8):
@@ -249,7 +249,7 @@ def update(quick: bool) -> list[dict]:
     lengths = log_normal_lengths(80, *((20, 60) if quick else (300, 1024)))
     episodes = random_episodes(model, lengths, zero_groups=4)
     cfg = stapo.Config(tokens_per_micro_batch=2 * (max(lengths) + 16))
-    selection = stapo.form_mask(episodes, [e.old for e in episodes], cfg)
+    selection = stapo.make_selection(episodes, [e.old for e in episodes], cfg)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # the weights stay as they are
     gradients = []
 
@@ -469,7 +469,7 @@ def step(quick: bool) -> list[dict]:
             stats = [e.old for e in mini_batch]
             if number > 0:
                 stats = stapo.statistics_pass(mine, mini_batch, cfg)
-            selection = stapo.form_mask(mini_batch, stats, cfg)
+            selection = stapo.make_selection(mini_batch, stats, cfg)
             stapo.update(mine, optimizer, mini_batch, selection, cfg)
         tokens["ours"].append(sum(len(e.response.ids) for e in episodes))
 
@@ -502,7 +502,7 @@ def memory(quick: bool) -> list[dict]:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     episodes = random_episodes(model, [1008] * 16, zero_groups=0)  # 16 x 1,024 = 16,384 tokens
-    selection = stapo.form_mask(episodes, [e.old for e in episodes], stapo.Config())
+    selection = stapo.make_selection(episodes, [e.old for e in episodes], stapo.Config())
     for _ in range(2):  # the first makes AdamW's states
         torch.cuda.reset_peak_memory_stats()
         stapo.update(model, optimizer, episodes, selection, stapo.Config())

@@ -18,9 +18,9 @@ import eval as evaluation
 import rollout
 import stapo
 from rollout import Response, TokenStats
-from stapo import Config, Episode, form_mask, micro_batches, update
+from stapo import Config, Episode, make_selection, micro_batches, update
 from support import bookkeeping
-from support.seeds import mix_seed, uniform
+from support.seeds import generator, mix_seed
 
 
 def make_episodes(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-"), drift=0.3):
@@ -67,7 +67,7 @@ class Frozen:
 def gradient_of(model, episodes, current, **flags):
     """The gradient of an update, and its metrics."""
     cfg, optimizer = Config(grad_clip=math.inf, **flags), Frozen(model)
-    selection = form_mask(episodes, current, cfg)
+    selection = make_selection(episodes, current, cfg)
     totals = update(model, optimizer, episodes, selection, cfg)
     counts = {key: getattr(selection, key) for key in ("candidates", "silenced")}
     return optimizer.gradient, totals | counts
@@ -92,8 +92,8 @@ def assert_update_is_the_reference(model, episodes, current, options, **flags):
 
 
 def noise_of(e: Episode) -> torch.Tensor:
-    """The random method's numbers: those of the response's own that sampling leaves alone."""
-    return uniform(torch.tensor(e.seed), -torch.arange(1, len(e.response.ids) + 1)).float()
+    """The random method's numbers: one a token, from a generator of the response's own."""
+    return torch.rand(len(e.response.ids), generator=generator(e.seed, "noise"))
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_baselines_are_the_table(model, options):
     """Which tokens carry a gradient and what they are divided by, from the definitions."""
     episodes, current = make_episodes(model, seed=1)
     as_stapo, keep = (
-        torch.cat(form_mask(episodes, current, Config(method=method)).keep)
+        torch.cat(make_selection(episodes, current, Config(method=method)).keep)
         for method in ("stapo", options["method"])
     )
     episodes = [replace(e, ref_logp=s.logp - 0.2) for e, s in zip(episodes, current)]
@@ -170,7 +170,7 @@ def test_nothing_to_learn_still_steps_the_optimiser(model):
     episodes, current = make_episodes(model, groups=("---", "+++"))
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    selection = form_mask(episodes, current, Config())
+    selection = make_selection(episodes, current, Config())
     totals = update(model, optimizer, episodes, selection, Config())
     assert totals["loss"] == 0 and totals["grad_norm"] == 0
     for name, value in model.state_dict().items():
@@ -182,7 +182,7 @@ def test_not_finite_is_skipped(model):
     for spoil in ("old", "current"):
         episodes, current = make_episodes(model)
         (episodes[0].old.logp if spoil == "old" else current[0].entropy)[0] = math.nan
-        optimizer, selection = Frozen(model), form_mask(episodes, current, Config())
+        optimizer, selection = Frozen(model), make_selection(episodes, current, Config())
         assert not update(model, optimizer, episodes, selection, Config())["finite"]
         assert optimizer.steps == 0
 
@@ -215,7 +215,7 @@ def test_the_token_at_the_threshold_is_kept(model):
     rounding, which is why it computes none.
     """
     episodes, current = make_episodes(model, seed=20, drift=0)  # ratio 1: the clip hides nothing
-    selection = form_mask(episodes, current, Config())
+    selection = make_selection(episodes, current, Config())
     assert (selection.candidates, selection.silenced) == (33, 24)
     at = [stats.entropy == selection.tau_h for stats in current]
     assert torch.cat(at).sum() == 1
@@ -256,9 +256,9 @@ def test_twenty_entropy_keeps_the_token_at_the_quantile():
     """Six tokens: the 0.8-quantile is the fifth entropy itself, which is kept (>=)."""
     stats = TokenStats(torch.zeros(6), torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2]), None)
     e = Episode({}, Response([3], [4] * 6, False, ""), 1.0, 1.0, 0, stats)
-    selection = form_mask([e], [stats], Config(method="20-entropy"))
+    selection = make_selection([e], [stats], Config(method="20-entropy"))
     assert selection.keep[0].tolist() == [False, False, True, False, True, False]
-    assert stapo.denominator("20-entropy", selection) == 6 and selection.silenced == 0
+    assert selection.denominator == 6 and selection.silenced == 0
 
 
 # ------------------------------------------------------------------------------------ whole runs
