@@ -1,100 +1,459 @@
-"""The paper's comparison at a tiny scale: every method, several seeds, sweeps of tau_p and q.
+"""How much STAPO helps, and when: methods, base models, learning rates and controls, several seeds.
 
-    python scripts/replicate.py --jobs 2
+    python scripts/replicate.py --jobs 2            # everything: within two hours on two cores
+    python scripts/replicate.py --short --jobs 2    # two seeds of the main rows: ten minutes
 
-Runs that are complete are not run again; one that is not begins anew. Prints a table (mean and
-standard deviation over seeds) and draws the paper's figures 1, 3 and 5 (methods), 6 (ablations),
-7 (tau_p) and the sweep of q.
+A run is `stapo.py @tests/tiny/args` with other flags or on another base model, which make_tiny.py
+makes first. Runs that are whole are not run again, and one that was interrupted begins anew: the
+same command goes on with what is left, and says how much that is. Prints tables of what is whole,
+writes every run's numbers to runs.csv, and draws replication.png and, with figures.py, the paper's
+figures 1, 3 and 5 (methods), 6 (ablations) and 7 (tau_p), and the sweep of q.
+
+Two controls turn the paper's rule around: they silence rare tokens of wrong answers instead of
+those of right answers, or of both. They are no flags of stapo.py: `--control` of this script
+replaces the rule in a process of its own.
 """
 
 import argparse
+import csv
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import matplotlib
+import matplotlib.pyplot as plt
+from tqdm import tqdm
+
+matplotlib.use("Agg")  # files only, no display
 
 ROOT = Path(__file__).resolve().parent.parent
-METHODS = ("grpo", "20-entropy", "justrl", "stapo", "full-mask", "high-entropy", "random")
-SWEEPS = {"tau_p": (0.0005, 0.01, 0.05), "q": (0.25, 0.5, 1.0)}  # defaults: 0.002 and 0.75
-WHOLE, END = slice(None), slice(-10, None)  # steps averaged
-COLUMNS = {  # of the table: key in metrics.jsonl, steps, factor
-    "accuracy, whole run": ("accuracy", WHOLE, 100),
-    "accuracy, last 10 steps": ("accuracy", END, 100),
-    "entropy, last 10 steps": ("entropy", END, 1),
-    "silenced, %": ("silenced_fraction", WHOLE, 100),
+STEPS, LONG = 25, 100
+# Base models: flags of make_tiny.py. The first is tests/tiny itself.
+BASES = {
+    "tests/tiny": "",
+    "no noise": "--noise 0",
+    "noise 3 %": "--noise 0.03",
+    "noise 12 %": "--noise 0.12",
+    "another pre-training": "--seed 1",
 }
 
 
-def train(folder: Path, steps: int, flags: list[str]) -> None:
-    """Run stapo.py on one thread unless `folder` holds all its steps already."""
+class Group(NamedTuple):
+    """Runs that differ in their seed alone, 0 to seeds - 1: a row of the tables."""
+
+    name: str
+    flags: str  # of stapo.py, beside those of tests/tiny/args; or --control for this script
+    seeds: int
+    base: str = "tests/tiny"
+    steps: int = STEPS
+    reference: str = "STAPO"  # the row from which it is compared, seed by seed
+
+    @property
+    def key(self) -> str:
+        """Its name among all groups and, with a seed, that of its run directories."""
+        return f"{self.base}-{self.name}".replace("/", "-").replace(" ", "-").replace("%", "pct")
+
+
+MAIN = {
+    "STAPO": "--method stapo",
+    "JustRL": "--method justrl",
+    "FullMask": "--method full-mask",
+}
+OTHERS = {
+    "random candidates": "--method random",
+    "highest entropy": "--method high-entropy",
+    "GRPO": "--method grpo",
+    "20-Entropy": "--method 20-entropy",
+}
+CONTROLS = {"wrong answers instead": "--control wrong", "both": "--control both"}
+RATES = {"half": "--lr 1.5e-4", "twice": "--lr 6e-4"}  # of tests/tiny/args' 3e-4
+SWEEPS = {"tau_p": (0.0005, 0.01, 0.05), "q": (0.25, 0.5, 1.0)}  # defaults: 0.002 and 0.75
+
+
+def whole_plan(seeds: int) -> list[Group]:
+    """Every row, the most telling ones first."""
+    plan = [Group(name, flags, seeds) for name, flags in MAIN.items()]
+    plan += [Group(name, flags, seeds) for name, flags in (CONTROLS | OTHERS).items()]
+    for base in reversed(list(BASES)[1:]):
+        plan += [Group(name, flags, seeds, base) for name, flags in MAIN.items()]
+    for rate, flags in RATES.items():
+        first, second = f"STAPO, {rate} the rate", f"JustRL, {rate} the rate"
+        plan += [Group(first, f"{MAIN['STAPO']} {flags}", seeds, reference=first)]
+        plan += [Group(second, f"{MAIN['JustRL']} {flags}", seeds, reference=first)]
+    for name in ("STAPO", "JustRL"):
+        long = f"{name}, {LONG} steps"
+        first = f"STAPO, {LONG} steps"
+        plan += [Group(long, MAIN[name], min(seeds, 2), steps=LONG, reference=first)]
+    for flag, values in SWEEPS.items():
+        plan += [Group(f"{flag} {x}", f"--{flag} {x}", min(seeds, 2)) for x in values]
+    return plan
+
+
+def short_plan(seeds: int) -> list[Group]:
+    return [Group(name, flags, min(seeds, 2)) for name, flags in (MAIN | CONTROLS).items()]
+
+
+# ------------------------------------------------------------------------------------- the runs
+
+
+def quiet_run(command: list[str]) -> None:
+    """A Python program on one thread; what it prints is shown where it fails."""
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *command]
+    done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} has failed:\n{done.stderr[-2000:]}")
+
+
+def base_folder(base: str, output: Path) -> Path:
+    return ROOT / base if base == "tests/tiny" else output / "bases" / base.replace(" ", "-")
+
+
+def make_base(base: str, output: Path) -> None:
+    """Pre-train a base model unless it is there; its folder gets its name when it is whole."""
+    folder = base_folder(base, output)
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        quiet_run(["scripts/make_tiny.py", "--output", str(partial), *BASES[base].split()])
+        partial.rename(folder)
+
+
+def read_run(folder: Path, steps: int) -> list[dict[str, Any]] | None:
+    """The metrics of steps 1, 2, ... of a whole run, which ends with an evaluation; else None."""
     log = folder / "metrics.jsonl"
-    if not log.exists() or len(log.read_text().splitlines()) < steps:
-        command = [sys.executable, "stapo.py", "@tests/tiny/args", "--steps", str(steps), *flags]
-        command += ["--save_every", "0", "--output", str(folder)]
-        shutil.rmtree(folder, ignore_errors=True)
-        print(" ".join(command[1:]), flush=True)
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=ROOT, check=True, env=one_thread, **quiet)
+    lines = [json.loads(line) for line in log.open()] if log.exists() else []
+    lines = [line for line in lines if line["step"] > 0]
+    whole = len(lines) == steps and lines[-1].get("eval")
+    return lines if whole else None
 
 
-def table(groups: dict[str, list[Path]]) -> str:
-    """A row for each group of runs: mean ± standard deviation over them, in percent or nats."""
-    lines = [["", "runs", *COLUMNS], ["---"] * (len(COLUMNS) + 2)]
-    for name, folders in groups.items():
-        runs = [[json.loads(row) for row in (f / "metrics.jsonl").open()] for f in folders]
-        cells = []
-        for key, part, factor in COLUMNS.values():
-            values = [factor * statistics.fmean(row[key] for row in run[part]) for run in runs]
-            deviation = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.3g}{deviation}")
-        lines.append([name, str(len(folders)), *cells])
+def train(group: Group, seed: int, output: Path) -> None:
+    """One run from its beginning, evaluated after its last step on the held-out problems."""
+    base, folder = base_folder(group.base, output), output / f"{group.key}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = group.flags.split()
+    program = "scripts/replicate.py" if "--control" in flags else "stapo.py"
+    where = ["--model", str(base), "--data", str(base / "train.jsonl"), "--output", str(folder)]
+    ends = ["--eval_every", str(group.steps), "--eval_benchmarks", str(base / "test.jsonl")]
+    files = ["--save_every", "0", "--dump_every", "0", "--log_samples", "0"]
+    often = ["--steps", str(group.steps), "--seed", str(seed)]
+    quiet_run([program, "@tests/tiny/args", *flags, *where, *ends, *files, *often])
+
+
+def train_control(whose: str, argv: list[str]) -> None:
+    """stapo.main with S2T applied to the rare tokens of wrong answers, or of both."""
+    sys.path.insert(0, str(ROOT))
+    import stapo
+
+    s2t = stapo.choose_tokens
+
+    def choose_tokens(method: str, logp: Any, advantages: Any, *args: Any, **flags: Any) -> Any:
+        # The rule looks at positive advantages: of -A these are the wrong answers, of |A| both.
+        seen = -advantages if whose == "wrong" else advantages.abs()
+        return s2t(method, logp, seen, *args, **flags)
+
+    stapo.choose_tokens = choose_tokens
+    stapo.METHODS["stapo"] = stapo.Method(reads="all", divides_by="kept")
+    stapo.main(argv)
+
+
+def run_all(plan: list[Group], output: Path, jobs: int) -> None:
+    """What is left of the plan, `jobs` at a time; a failure ends it when the others have ended."""
+    runs = [(group, seed) for group in plan for seed in range(group.seeds)]
+    left = [(g, s) for g, s in runs if read_run(output / f"{g.key}-{s}", g.steps) is None]
+    steps = sum(group.steps for group, _ in left)
+    print(
+        f"{len(runs) - len(left)} of {len(runs)} runs are whole, {steps} steps are left", flush=True
+    )
+    bases = dict.fromkeys(group.base for group, _ in left)
+    missing = [base for base in bases if not base_folder(base, output).exists()]
+    with ThreadPoolExecutor(jobs) as pool, tqdm(total=steps, unit="step") as bar:
+        made = {base: pool.submit(make_base, base, output) for base in missing}
+
+        def one(group: Group, seed: int) -> int:
+            if group.base in made:
+                made[group.base].result()
+            train(group, seed, output)
+            return group.steps
+
+        # The base models are first in the queue, so that no run waits for one behind it.
+        for done in as_completed([pool.submit(one, *run) for run in left]):
+            bar.update(done.result())
+
+
+# ----------------------------------------------------------------------------- numbers and tables
+
+WINDOWS = {"5 to 10": (5, 10), "10 to 20": (10, 20)}  # steps, both ends included
+
+
+def mean_of(lines: list[dict], key: str, first: int, last: int) -> float:
+    return fmean(line[key] for line in lines if first <= line["step"] <= last)
+
+
+def measure(lines: list[dict]) -> dict[str, float | None]:
+    """A run's numbers: accuracies in percent, entropy in nats, shares in percent of all tokens."""
+    found: dict[str, float | None] = {
+        name: 100 * mean_of(lines, "accuracy", *window) for name, window in WINDOWS.items()
+    }
+    end = lines[-1]["step"]
+    found["last five"] = 100 * mean_of(lines, "accuracy", end - 4, end)
+    found["held out"] = next(iter(lines[-1]["eval"].values()))["mean"]
+    found["entropy"] = mean_of(lines, "entropy", *WINDOWS["10 to 20"])
+    found["silenced"] = 100 * mean_of(lines, "silenced_fraction", 1, end)
+    found["candidates"] = 100 * (lines[0]["low_prob_fraction"] or 0)
+    found["to 80 %"] = next((line["step"] for line in lines if line["accuracy"] >= 0.8), None)
+    return found
+
+
+ACCURACIES = ("5 to 10", "10 to 20", "last five", "held out")
+
+
+def mean_and_error(values: list[float], digits: int = 1) -> str:
+    """`7.0 ± 0.3`: a mean and its standard error."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{error}"
+
+
+def signed(values: list[float]) -> str:
+    text = mean_and_error(values)
+    return text if text.startswith("-") else f"+{text}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+Results = dict[str, dict[int, dict[str, Any]]]  # key of a group -> seed -> what measure found
+
+
+def level_table(groups: list[Group], found: Results) -> str:
+    """What each row reaches: means over its seeds."""
+    head = ["", "runs", "silenced, %", *(f"accuracy, {name}" for name in ACCURACIES)]
+    head += ["entropy, 10 to 20", "steps to 80 %"]
+    rows = []
+    for group in groups:
+        runs = list(found[group.key].values())
+        cells = [f"{fmean(run['silenced'] for run in runs):.2f}"]
+        cells += [mean_and_error([run[name] for run in runs]) for name in ACCURACIES]
+        cells.append(mean_and_error([run["entropy"] for run in runs], 3))
+        reached = [run["to 80 %"] for run in runs if run["to 80 %"]]
+        count = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)} runs)"
+        cells.append(f"{fmean(reached):.1f}{count}" if reached else "never")
+        rows.append([group.name, str(len(runs)), *cells])
+    return markdown(head, rows)
+
+
+def difference_table(groups: list[Group], found: Results) -> str:
+    """Each row minus its reference, seed by seed: mean ± standard error, then every seed."""
+    head = ["minus its STAPO", *ACCURACIES, "entropy, ratio", "10 to 20, each seed"]
+    rows = []
+    for group in groups:
+        reference = found.get(group._replace(name=group.reference).key, {})
+        seeds = sorted(found[group.key].keys() & reference.keys())
+        if group.name == group.reference or not seeds:
+            continue
+        pairs = [(found[group.key][seed], reference[seed]) for seed in seeds]
+        differences = {name: [a[name] - b[name] for a, b in pairs] for name in ACCURACIES}
+        cells = [signed(values) for values in differences.values()]
+        cells.append(f"{fmean(a['entropy'] / b['entropy'] for a, b in pairs):.2f}")
+        each = " ".join(f"{value:+.1f}" for value in differences["10 to 20"])
+        rows.append([group.name, *cells, each])
+    return markdown(head, rows)
+
+
+def base_table(groups: list[Group], found: Results) -> str:
+    """For each base model: its rare tokens, and how far JustRL and FullMask are from STAPO."""
+    head = ["base model", "candidates in its right answers, %", "silenced by STAPO, %"]
+    head += [
+        "STAPO, 10 to 20",
+        "JustRL minus STAPO",
+        "FullMask minus STAPO",
+        "entropy, JustRL / STAPO",
+    ]
+    rows = []
+    for base, runs in by_base(groups, found).items():
+        stapo = runs["STAPO"]
+        row = [base, f"{fmean(run['candidates'] for run in stapo.values()):.1f}"]
+        row.append(f"{fmean(run['silenced'] for run in stapo.values()):.2f}")
+        row.append(mean_and_error([run["10 to 20"] for run in stapo.values()]))
+        for name in ("JustRL", "FullMask"):
+            pairs = [(runs[name][s], stapo[s]) for s in runs.get(name, {}) if s in stapo]
+            row.append(signed([a["10 to 20"] - b["10 to 20"] for a, b in pairs]) if pairs else "")
+        pairs = [(runs["JustRL"][s], stapo[s]) for s in runs.get("JustRL", {}) if s in stapo]
+        row.append(f"{fmean(a['entropy'] / b['entropy'] for a, b in pairs):.2f}" if pairs else "")
+        rows.append(row)
+    return markdown(head, rows)
+
+
+def by_base(groups: list[Group], found: Results) -> dict[str, dict[str, dict[int, dict]]]:
+    """Base model -> main row -> seed -> numbers, from no noise to the most."""
+    order = ["no noise", "noise 3 %", "tests/tiny", "another pre-training", "noise 12 %"]
+    made: dict[str, dict] = {base: {} for base in order}
+    for group in groups:
+        if group.name in MAIN:
+            made[group.base][group.name] = found[group.key]
+    return {base: runs for base, runs in made.items() if "STAPO" in runs}
+
+
+def best_rates(found: Results) -> str:
+    """Each method at the learning rate where it is best over steps 10 to 20, on the same seeds."""
+    best = {}
+    for name in ("STAPO", "JustRL"):
+        names = [name, *(f"{name}, {rate} the rate" for rate in RATES)]
+        keys = [key for key in (Group(n, "", 0).key for n in names) if found.get(key)]
+        if len(keys) < len(names):
+            return ""
+        best[name] = max(keys, key=lambda k: fmean(r["10 to 20"] for r in found[k].values()))
+    stapo, justrl = found[best["STAPO"]], found[best["JustRL"]]
+    seeds = sorted(stapo.keys() & justrl.keys())
+    text = "Each at its best rate, JustRL minus STAPO:"
+    for name in ACCURACIES:
+        text += f" {name} {signed([justrl[s][name] - stapo[s][name] for s in seeds])};"
+    return f"{text} rates: {best['STAPO']}, {best['JustRL']}"
+
+
+def long_table(groups: list[Group], curves: dict[str, dict[int, list[dict]]]) -> str:
+    """Accuracy and entropy of the longer runs, twenty steps at a time."""
+    windows = [(first, first + 19) for first in range(1, LONG, 20)]
+    head = ["", *(f"{first} to {last}" for first, last in windows)]
+    rows = []
+    for group in groups:
+        runs = curves[group.key].values()
+        for key, factor, digits in (("accuracy", 100, 1), ("entropy", 1, 3)):
+            cells = [
+                mean_and_error([factor * mean_of(run, key, *window) for run in runs], digits)
+                for window in windows
+            ]
+            rows.append([f"{group.name}: {key}", *cells])
+    return markdown(head, rows)
+
+
+# ------------------------------------------------------------------------------------ the picture
+
+COLOURS = {  # those of figures.py where it has the row
+    "STAPO": "#D55E00",
+    "JustRL": "#0072B2",
+    "wrong answers instead": "#444444",
+    "both": "#E69F00",
+}
+
+
+def draw(groups: list[Group], found: Results, curves: dict, file: Path) -> None:
+    """Accuracy and entropy of the main rows and the controls; the gain against the share."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    tiny = [g for g in groups if g.base == "tests/tiny" and g.name in COLOURS]
+    for group in tiny:
+        runs = list(curves[group.key].values())
+        steps = [line["step"] for line in runs[0]]
+        label = group.name if group.name in MAIN else f"silence rare tokens of {group.name}"
+        for axes, key, factor in ((left, "accuracy", 100), (middle, "entropy", 1)):
+            columns = list(zip(*([factor * line[key] for line in run] for run in runs)))
+            colour = COLOURS[group.name]
+            axes.plot(steps, [fmean(column) for column in columns], color=colour, label=label)
+            ends = [min(c) for c in columns], [max(c) for c in columns]
+            axes.fill_between(steps, *ends, color=colour, alpha=0.15, linewidth=0)
+    left.set(xlabel="step", ylabel="accuracy of the rollouts (%)", ylim=(0, 100))
+    middle.set(xlabel="step", ylabel="policy entropy (nats)", ylim=(0, None))
+    left.legend(fontsize=8)
+    for base, runs in by_base(groups, found).items():
+        stapo, justrl = runs["STAPO"], runs.get("JustRL", {})
+        seeds = sorted(stapo.keys() & justrl.keys())
+        if seeds:
+            share = fmean(stapo[s]["silenced"] for s in seeds)
+            gains = [stapo[s]["10 to 20"] - justrl[s]["10 to 20"] for s in seeds]
+            error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0
+            right.errorbar(share, fmean(gains), yerr=error, fmt="o", color=COLOURS["STAPO"])
+            right.annotate(base, (share, fmean(gains)), (6, -12), textcoords="offset points")
+    right.axhline(0, color="grey", linewidth=0.8)
+    right.set(xlabel="silenced share of all tokens (%)")
+    right.set(ylabel="STAPO minus JustRL, steps 10 to 20 (points)")
+    right.margins(x=0.25, y=0.2)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def draw_paper_figures(plan: list[Group], output: Path, curves: dict) -> None:
+    """The paper's own comparisons, from the run directories alone, by figures.py."""
+    named = {group.name: group for group in plan if group.base == "tests/tiny"}
+
+    def folders(*names: str) -> list[str]:
+        groups = [named[name] for name in names if name in named]
+        return [str(output / f"{g.key}-{seed}") for g in groups for seed in curves[g.key]]
+
+    figures = {
+        "methods": folders("GRPO", "20-Entropy", "JustRL", "STAPO", "FullMask"),
+        "ablation": folders("STAPO", "highest entropy", "random candidates"),
+    }
+    for flag, values in SWEEPS.items():
+        figures[flag] = folders("STAPO", *(f"{flag} {x}" for x in values))
+    for name, runs in figures.items():
+        if len(runs) > 1:
+            where = ["--smooth", "5", "--output", str(output / f"figures-{name}")]
+            quiet_run(["scripts/figures.py", *runs, *where])
+
+
+def write_csv(groups: list[Group], found: Results, file: Path) -> None:
+    """A row for each run: base model, row, seed and what measure found."""
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out)
+        for number, group in enumerate(groups):
+            for seed, run in found[group.key].items():
+                if number == 0 and seed == min(found[group.key]):
+                    writer.writerow(["base", "row", "seed", *run])
+                writer.writerow([group.base, group.name, seed, *run.values()])
+
+
+def report(plan: list[Group], output: Path) -> None:
+    """Tables, runs.csv and pictures of the runs that are whole."""
+    curves: dict[str, dict[int, list[dict]]] = {group.key: {} for group in plan}
+    for group in plan:
+        for seed in range(group.seeds):
+            lines = read_run(output / f"{group.key}-{seed}", group.steps)
+            if lines:
+                curves[group.key][seed] = lines
+    groups = [group for group in plan if curves[group.key]]
+    if not groups:
+        return
+    found = {k: {s: measure(run) for s, run in runs.items()} for k, runs in curves.items()}
+    for base in BASES:
+        rows = [group for group in groups if group.base == base]
+        if rows:
+            print(f"\n{base}\n\n{level_table(rows, found)}\n\n{difference_table(rows, found)}")
+    print(f"\nBase models\n\n{base_table(groups, found)}\n\n{best_rates(found)}")
+    long = [group for group in groups if group.steps == LONG]
+    if long:
+        print(f"\nLonger runs\n\n{long_table(long, curves)}")
+    write_csv(groups, found, output / "runs.csv")
+    draw(groups, found, curves, output / "replication.png")
+    draw_paper_figures(groups, output, curves)
+
+
 def main() -> None:
+    if "--control" in sys.argv:
+        place = sys.argv.index("--control")
+        whose, rest = sys.argv[place + 1], sys.argv[1:place] + sys.argv[place + 2 :]
+        return train_control(whose, rest)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="tests/tiny")
     parser.add_argument("--output", type=Path, default=Path("runs/replication"))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--sweep_seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="the main rows and controls, 2 seeds")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     args = parser.parse_args()
     output = args.output.resolve()
-    plan = [(m, f"--method {m}", args.seeds) for m in args.methods]
-    for flag, values in SWEEPS.items():
-        plan += [(f"{flag} {x}", f"--{flag} {x}", args.sweep_seeds) for x in values]
-    groups: dict[str, list[Path]] = {}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = []
-        for name, flags, seeds in plan:
-            groups[name] = [output / f"{name.replace(' ', '-')}-{s}" for s in range(seeds)]
-            for seed, folder in enumerate(groups[name]):
-                line = f"--model {args.model} --lr {args.lr} {flags} --seed {seed}"
-                waiting.append(pool.submit(train, folder, args.steps, line.split()))
-        for run in waiting:
-            run.result()  # raises what the run raised
-    groups = {name: folders for name, folders in groups.items() if folders}
-    print(table(groups))
-    some = groups.get("stapo", [])[: args.sweep_seeds]
-    figures = {
-        "methods": [f for m in METHODS[:5] for f in groups.get(m, [])],
-        "ablation": [f for m in ("stapo", *METHODS[5:]) for f in groups.get(m, [])],
-    }
-    for flag, values in SWEEPS.items():
-        figures[flag] = some + [f for x in values for f in groups.get(f"{flag} {x}", [])]
-    for name, folders in figures.items():
-        if len(folders) > len(some):
-            command = [sys.executable, "scripts/figures.py", *map(str, folders), "--smooth", "10"]
-            command += ["--output", str(output / f"figures-{name}")]
-            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    plan = short_plan(args.seeds) if args.short else whole_plan(args.seeds)
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        run_all(plan, output, args.jobs)
+    finally:
+        report(plan, output)
 
 
 if __name__ == "__main__":
