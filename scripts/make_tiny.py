@@ -42,7 +42,7 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 OPENINGS = {"First": 8, "Let": 3, "Start": 2, "Well": 1}  # word: how often
 LINKS = {"Then": 8, "Next": 4, "Now": 3, "And": 2, "Also": 1, "Wait": 1}
 WORKED = 0.75  # share of texts that work step by step; the others answer at once
-HABIT = 0.015  # share of the worked texts from which the model learns to begin the work
+HABIT = 0.03  # share of the worked texts from which the model learns to begin the work
 NOISE = 0.08  # share of response tokens replaced, unless --noise says otherwise
 
 

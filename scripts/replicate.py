@@ -33,7 +33,7 @@ from tqdm import tqdm
 matplotlib.use("Agg")  # files only, no display
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, LONG = 25, 100
+STEPS, LONG = 30, 100
 # Base models: flags of make_tiny.py. The first is tests/tiny itself.
 BASES = {
     "tests/tiny": "",
