@@ -440,6 +440,8 @@ def pad_batch(
 def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
     """Places in `lengths`, longest first, cut so that rows x longest row stays within `budget`.
 
+    micro_batches([3, 9, 4, 2], budget=9) is [[1], [2, 0], [3]]: the row of 9 tokens fills the
+    budget alone, those of 4 and 3 take 2 x 4. A row longer than the budget is a batch of its own.
     Every rank gets the same number of batches: the short ones end with empty batches, whose
     forward keeps the ranks' collectives in step.
     """

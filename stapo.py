@@ -402,7 +402,13 @@ def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[
 def make_selection(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> Selection:
     """Decide once for a whole mini-batch, over all ranks, which tokens carry a gradient.
 
-    stats: p and H of each episode's tokens under pi_theta.
+    stats: p and H of each episode's tokens under pi_theta. An example under stapo, one rank:
+
+        response 1, A = 0.71:   p = 0.9, 0.001, 0.001   H = 0.2, 0.1, 1.5
+        response 2, A = -0.71:  p = 0.001               H = 0.1
+
+    The second and third tokens are candidates, so tau_h = 0.1 + 0.75 (1.5 - 0.1) = 1.15. The
+    second is silenced: keep = [True, False, True], [True], and the denominator is 3.
     """
     lengths = [len(s.logp) for s in stats]
     advantages = [torch.full((n,), e.advantage) for e, n in zip(episodes, lengths, strict=True)]
@@ -547,6 +553,9 @@ def collect(
     """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
+    With a batch of four problems a, b, c, d, mini-batches of two and groups of two responses, one
+    rank returns [[a1, a2, b1, b2], [c1, c2, d1, d2]]. Of two ranks the first returns
+    [[a1, a2], [c1, c2]], and the second [[b1, b2], [d1, d2]].
     """
     chosen = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank

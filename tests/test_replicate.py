@@ -25,10 +25,10 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(replicate, "draw_paper_figures", lambda *_: None)
     stapo, justrl = Group("STAPO", "", 2), Group("JustRL", "", 2)
     early, late = [0.1] * 4 + [0.4] * 6, [0.9] * 20  # steps 5 to 10 at 40 %, 11 to 30 at 90 %
-    write(tmp_path / f"{stapo.key}-0", early + late)
-    write(tmp_path / f"{stapo.key}-1", early + late)
-    write(tmp_path / f"{justrl.key}-0", early + [0.68] * 20, entropy=0.75, held_out=80.0)
-    write(tmp_path / f"{justrl.key}-1", early + [0.57] * 20, entropy=1.0, held_out=82.0)
+    write(tmp_path / f"{stapo.key}-2", early + late)
+    write(tmp_path / f"{stapo.key}-3", early + late)
+    write(tmp_path / f"{justrl.key}-2", early + [0.68] * 20, entropy=0.75, held_out=80.0)
+    write(tmp_path / f"{justrl.key}-3", early + [0.57] * 20, entropy=1.0, held_out=82.0)
     replicate.report([stapo, justrl], tmp_path)
     printed = capsys.readouterr().out.splitlines()
     # 10 to 20: (40 + 10 * 90) / 11 = 85.45, (40 + 680) / 11 = 65.45, (40 + 570) / 11 = 55.45;
@@ -43,21 +43,21 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys, monkeypatch):
     assert "| tests/tiny | 5.0 | 1.00 | 85.5 ± 0.0 | -25.0 ± 5.0 |  | 1.75 |" in printed
     assert (tmp_path / "replication.png").stat().st_size > 10_000
     lines = (tmp_path / "runs.csv").read_text().splitlines()
-    assert len(lines) == 5 and lines[4].startswith("tests/tiny,JustRL,1,")
+    assert len(lines) == 5 and lines[4].startswith("tests/tiny,JustRL,3,")
 
 
 def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(replicate, "quiet_run", commands.append)
     group = Group("JustRL", "--method justrl --lr 1e-4", 2, steps=3)
-    write(tmp_path / f"{group.key}-0", [0.1] * 3)
-    write(tmp_path / f"{group.key}-1", [0.1] * 2)  # a step is missing
+    write(tmp_path / f"{group.key}-2", [0.1] * 3)
+    write(tmp_path / f"{group.key}-3", [0.1] * 2)  # a step is missing
     replicate.run_all([group], tmp_path, jobs=2)
     assert "1 of 2 runs are whole, 3 steps are left" in capsys.readouterr().out
     (command,) = commands
     assert command[:6] == ["stapo.py", "@tests/tiny/args", *group.flags.split()]
-    assert command[-4:] == ["--steps", "3", "--seed", "1"]
-    assert not (tmp_path / f"{group.key}-1").exists()
+    assert command[-4:] == ["--steps", "3", "--seed", "3"]
+    assert not (tmp_path / f"{group.key}-3").exists()
 
 
 def test_every_flag_of_the_plan_is_one_of_stapo():

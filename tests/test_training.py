@@ -252,6 +252,55 @@ def test_micro_batches_stay_within_the_budget(budget):
         assert len(batches) < 15  # and the budget is used
 
 
+def test_the_example_of_micro_batches():
+    assert micro_batches([3, 9, 4, 2], budget=9) == [[1], [2, 0], [3]]
+    assert micro_batches([12, 3], budget=9) == [[0], [1]]
+
+
+def test_the_example_of_make_selection():
+    """Two candidates, of which the quantile leaves the one of high entropy."""
+    rows = (0.71, [0.9, 0.001, 0.001], [0.2, 0.1, 1.5]), (-0.71, [0.001], [0.1])
+    episodes, stats = [], []
+    for advantage, p, entropy in rows:
+        stats.append(TokenStats(torch.tensor(p).log(), torch.tensor(entropy), None))
+        response = Response([3], [4] * len(p), False, "")
+        episodes.append(Episode({}, response, 1.0, advantage, 0, stats[-1]))
+    selection = make_selection(episodes, stats, Config())
+    assert [keep.tolist() for keep in selection.keep] == [[True, False, True], [True]]
+    assert selection.tau_h == pytest.approx(1.15)
+    counts = selection.denominator, selection.tokens, selection.candidates, selection.silenced
+    assert counts == (3, 4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "ranks, expected",
+    [(1, ["a1 a2 b1 b2 | c1 c2 d1 d2"]), (2, ["a1 a2 | c1 c2", "b1 b2 | d1 d2"])],
+)
+def test_the_example_of_collect(ranks, expected, monkeypatch):
+    """Which problem and member each rank's episodes are, as collect's docstring says."""
+    problems = [{"problem": name, "answer": "", "prompt_ids": [i]} for i, name in enumerate("abcd")]
+    monkeypatch.setattr(stapo, "batch_indices", lambda *_: [0, 1, 2, 3])
+    monkeypatch.setattr(stapo, "world_size", lambda: ranks)
+
+    def sample(model, tokenizer, prompts, **_):
+        return [Response(ids, [5], False, "") for ids in prompts]
+
+    stats = TokenStats(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+    monkeypatch.setattr(stapo, "sample", sample)
+    monkeypatch.setattr(stapo, "score", lambda model, responses, budget: [stats] * len(responses))
+    cfg = Config(batch_size=4, mini_batch_size=2, group_size=2)
+    task = stapo.Task(None, problems, lambda text, row: 1.0, {})
+    seeds = {
+        mix_seed(0, 7, i, m): f"{name}{m + 1}" for i, name in enumerate("abcd") for m in (0, 1)
+    }
+    for rank, names in enumerate(expected):
+        monkeypatch.setattr(stapo, "rank", lambda rank=rank: rank)
+        made = stapo.collect(torch.nn.Linear(1, 1), None, task, 7, cfg)
+        assert " | ".join(" ".join(seeds[e.seed] for e in part) for part in made) == names
+        for e in sum(made, []):
+            assert e.problem["problem"] == seeds[e.seed][0]
+
+
 def test_twenty_entropy_keeps_the_token_at_the_quantile():
     """Six tokens: the 0.8-quantile is the fifth entropy itself, which is kept (>=)."""
     stats = TokenStats(torch.zeros(6), torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2]), None)
