@@ -82,22 +82,24 @@ SWEEPS = {"tau_p": (0.0005, 0.01, 0.05), "q": (0.25, 0.5, 1.0)}  # defaults: 0.0
 
 
 def whole_plan(seeds: int) -> list[Group]:
-    """Every row, the most telling ones first."""
-    plan = [Group(name, flags, seeds) for name, flags in MAIN.items()]
-    plan += [Group(name, flags, seeds) for name, flags in (CONTROLS | OTHERS).items()]
-    for base in reversed(list(BASES)[1:]):
-        plan += [Group(name, flags, seeds, base) for name, flags in MAIN.items()]
+    """Every row, in the order in which they run: the most telling ones first."""
+    ablations = {name: flags for name, flags in OTHERS.items() if name != "20-Entropy"}
+    plan = [Group(name, flags, seeds) for name, flags in (MAIN | CONTROLS | ablations).items()]
+    others = ("another pre-training", "noise 12 %", "noise 3 %", "no noise")
+    for base in others:
+        plan += [Group(name, MAIN[name], seeds, base) for name in ("STAPO", "JustRL")]
     for rate, flags in RATES.items():
         first, second = f"STAPO, {rate} the rate", f"JustRL, {rate} the rate"
         plan += [Group(first, f"{MAIN['STAPO']} {flags}", seeds, reference=first)]
         plan += [Group(second, f"{MAIN['JustRL']} {flags}", seeds, reference=first)]
     for name in ("STAPO", "JustRL"):
-        long = f"{name}, {LONG} steps"
         first = f"STAPO, {LONG} steps"
+        long = f"{name}, {LONG} steps"
         plan += [Group(long, MAIN[name], min(seeds, 2), steps=LONG, reference=first)]
+    plan += [Group("FullMask", MAIN["FullMask"], seeds, base) for base in others]
     for flag, values in SWEEPS.items():
         plan += [Group(f"{flag} {x}", f"--{flag} {x}", 1) for x in values]
-    return plan
+    return [*plan, Group("20-Entropy", OTHERS["20-Entropy"], seeds)]
 
 
 def short_plan(seeds: int) -> list[Group]:
@@ -174,9 +176,8 @@ def run_all(plan: list[Group], output: Path, jobs: int) -> None:
     runs = [(group, seed) for group in plan for seed in group.seeds]
     left = [(g, s) for g, s in runs if read_run(output / f"{g.key}-{s}", g.steps) is None]
     steps = sum(group.steps for group, _ in left)
-    print(
-        f"{len(runs) - len(left)} of {len(runs)} runs are whole, {steps} steps are left", flush=True
-    )
+    whole = len(runs) - len(left)
+    print(f"{whole} of {len(runs)} runs are whole, {steps} steps are left", flush=True)
     bases = dict.fromkeys(group.base for group, _ in left)
     missing = [base for base in bases if not base_folder(base, output).exists()]
     with ThreadPoolExecutor(jobs) as pool, tqdm(total=steps, unit="step") as bar:
@@ -189,8 +190,13 @@ def run_all(plan: list[Group], output: Path, jobs: int) -> None:
             return group.steps
 
         # The base models are first in the queue, so that no run waits for one behind it.
-        for done in as_completed([pool.submit(one, *run) for run in left]):
-            bar.update(done.result())
+        runs = [pool.submit(one, *run) for run in left]
+        try:
+            for done in as_completed(runs):
+                bar.update(done.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # those that run end, no other begins
+            raise
 
 
 # ----------------------------------------------------------------------------- numbers and tables
