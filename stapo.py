@@ -431,10 +431,12 @@ def make_selection(episodes: list[Episode], stats: list[TokenStats], cfg: Config
         q=cfg.q,
         quantile_over=cfg.quantile_over,
     )
-    start = sum(gather(sum(lengths))[: rank()])  # tokens of the ranks before this one
+    tokens_of_ranks = gather(sum(lengths))
+    responses_of_ranks = gather(len(episodes))
+    start = sum(tokens_of_ranks[: rank()])
     own = keep[start : start + sum(lengths)]
-    kept, responses = int(keep.sum()), int(all_sum({"responses": len(episodes)})["responses"])
-    sizes = {"kept": max(kept, 1), "tokens": len(keep), "responses": responses}
+    kept = max(int(keep.sum()), 1)
+    sizes = {"kept": kept, "tokens": len(keep), "responses": sum(responses_of_ranks)}
     return Selection(
         keep=list(own.split(lengths)),
         tau_h=tau_h,
@@ -604,14 +606,14 @@ def grade(
     reward: Callable[[str, dict], float], responses: list[Response], problems: list[dict]
 ) -> list[float]:
     """The reward of each response; an error on any rank is raised on all of them."""
-    rewards, failure = [], None
+    rewards, message = [], ""
     try:
         rewards = [reward(r.text, p) for r, p in zip(responses, problems, strict=True)]
     except RewardError as error:
-        failure = str(error)
-    failures = [failure for failure in gather(failure) if failure]
-    if failures:
-        raise RewardError(failures[0])
+        message = str(error)
+    messages = gather(message)
+    if any(messages):
+        raise RewardError(next(filter(None, messages)))
     return rewards
 
 

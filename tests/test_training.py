@@ -252,6 +252,23 @@ def test_micro_batches_stay_within_the_budget(budget):
         assert len(batches) < 15  # and the budget is used
 
 
+@pytest.mark.parametrize("quantile_over", ["candidates", "all"])
+def test_choose_tokens_is_spurious_mask(quantile_over):
+    """Over the tokens of all responses in a row it silences what the function to copy silences."""
+    g = torch.Generator().manual_seed(0)
+    logp = -12 * torch.rand(40, 50, generator=g)
+    entropy = torch.rand(40, 50, generator=g).mul(10).round()  # so that many are tau_h itself
+    advantages = torch.randint(-1, 2, (40,), generator=g).float()
+    mask = torch.arange(50) < torch.randint(1, 51, (40, 1), generator=g)
+    tau_h = stapo.quantile(entropy[mask], 0.6) if quantile_over == "all" else None
+    options = {"tau_p": 0.01, "q": 0.6}
+    silenced = stapo.spurious_mask(logp, advantages, entropy, mask, **options, tau_h=tau_h)
+    flat = logp[mask], advantages[:, None].expand_as(mask)[mask], entropy[mask]
+    options |= {"quantile_over": quantile_over}
+    keep, candidates, _ = stapo.choose_tokens("stapo", *flat, None, **options)
+    assert (keep == ~silenced[mask]).all() and 0 < silenced.sum() < candidates.sum()
+
+
 def test_the_example_of_micro_batches():
     assert micro_batches([3, 9, 4, 2], budget=9) == [[1], [2, 0], [3]]
     assert micro_batches([12, 3], budget=9) == [[0], [1]]
