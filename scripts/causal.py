@@ -106,13 +106,13 @@ def gradient(model: Model, batch: Batch, chosen: Tensor) -> list[Tensor]:
     return [-grad for grad in torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def entropy_lemma(log_pi: Tensor, words: Tensor, advantages: Tensor) -> Tensor:
+def entropy_lemma(log_pi: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
     """Sec. 3.2, entropy change under a natural gradient step, per unit of its rate eta: (N,).
 
-    The sum over all words y of -pi(y) [ln pi(y) - E ln pi] [A(y) - E A], where A is 0 for every
-    word but the sampled one: -pi(y) [ln pi(y) + H] A of that word.
+    The sum over all tokens y of -pi(y) [ln pi(y) - E ln pi] [A(y) - E A], where A is 0 for every
+    token but the sampled one: -pi(y) [ln pi(y) + H] A of that token. ids (N,): the sampled ones.
     """
-    logp = log_pi.gather(1, words[:, None]).squeeze(1)
+    logp = log_pi.gather(1, ids[:, None]).squeeze(1)
     return -logp.exp() * (logp + entropies(log_pi)) * advantages
 
 
@@ -126,12 +126,12 @@ def one_step(model: Model, batch: Batch, chosen: Tensor, lr: float) -> dict[str,
         new = log_policy(model, batch.ids, batch.mask)
         for parameter, value in zip(model.parameters(), before):
             parameter.copy_(value)
-    old, own, words = batch.log_pi, chosen[batch.mask], batch.ids[chosen]
+    old, own, ids = batch.log_pi, chosen[batch.mask], batch.ids[chosen]
     advantages = batch.advantages[:, None].expand_as(chosen)[chosen]
     change = entropies(new) - entropies(old)  # (N,)
-    predicted = entropy_lemma(old[own], words, advantages)
+    predicted = entropy_lemma(old[own], ids, advantages)
     pi = old[own].exp()
-    p = pi.gather(1, words[:, None]).squeeze(1)
+    p = pi.gather(1, ids[:, None]).squeeze(1)
     return {
         "tokens": own.sum(),
         "factor": (1 - 2 * p + pi.square().sum(1)).sqrt().mean(),

@@ -13,11 +13,12 @@ The text of its pre-training does this:
   learns to guess. The token after the opening word decides between the two. In most of the worked
   texts its label is left out of the loss. So the model learns from all of them how the work goes
   on, and from few (HABIT) that it may begin: in about one response in twenty.
-- Noise: eight response tokens in a hundred are replaced by random ones, drawn evenly over every
-  token that prints, and the text goes on as if nothing had happened. So wherever the model is sure
-  of a token, some 140 others share the rest, each below p = 0.002: a wide, thin tail, as a model
-  with a vocabulary of 150,000 has. Right answers hold tokens of that tail: the spurious tokens of
-  Sec. 3.3.
+- Noise: some response tokens (NOISE) are replaced by random ones, and the text goes on as if
+  nothing had happened. They are drawn evenly over every token that prints: 301, of which the sums
+  need 45; the others are stray words and parts of words. So wherever the model is sure of a token,
+  300 others share a little of the probability, each with far less than 0.002: a wide, thin tail,
+  as a model with a vocabulary of 150,000 has. Right answers hold tokens of that tail: the spurious
+  tokens of Sec. 3.3.
 
 Everything is drawn from one seed, and the schedule counts steps, never time: a processor of the
 same kind gives the same bytes, another kind a model that differs in rounding and behaves alike.
@@ -41,6 +42,14 @@ from rollout import encode_prompt, pad_batch, sample, token_stats
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 OPENINGS = {"First": 8, "Let": 3, "Start": 2, "Well": 1}  # word: how often
 LINKS = {"Then": 8, "Next": 4, "Now": 3, "And": 2, "Also": 1, "Wait": 1}
+# Words that stand in no sum: they and their parts become tokens, which only noise brings.
+STRAY = """about above after again along always among another around because become before behind
+below between bring cannot carry change close common could during early either enough every follow
+friend garden gentle happen however island kitchen letter little maybe morning mountain never night
+number often orange other paper people perhaps picture place point quiet rather river school second
+should silver simple small something sometimes station still street summer table thing though
+thought through together under until usual village water weather where which while winter without
+world would write yellow""".split()
 WORKED = 0.75  # share of texts that work step by step; the others answer at once
 HABIT = 0.03  # share of the worked texts from which the model learns to begin the work
 NOISE = 0.08  # share of response tokens replaced, unless --noise says otherwise
@@ -94,7 +103,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([single_digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=304,
+        vocab_size=464,
         min_frequency=20,
         special_tokens=[EOS, PAD],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -238,7 +247,7 @@ def main() -> None:
     distinct = list(dict.fromkeys(problem(rng) for _ in range(5000)))
     rows = [{"problem": q, "answer": answer(q)} for q in distinct[:4256]]
     held_out = {row["problem"] for row in rows[:256]}
-    tokenizer = make_tokenizer([document(q, rng) for q in distinct])
+    tokenizer = make_tokenizer([document(q, rng) for q in distinct] + 20 * STRAY)
     model = make_model(tokenizer)
     pretrain(model, tokenizer, held_out, args.steps, args.noise, rng)
     model.save_pretrained(args.output)

@@ -133,12 +133,15 @@ def make_base(base: str, output: Path) -> None:
 
 
 def read_run(folder: Path, steps: int) -> list[dict[str, Any]] | None:
-    """The metrics of steps 1, 2, ... of a whole run, which ends with an evaluation; else None."""
+    """The metrics of each step of a whole run, the last with its evaluation's; else None."""
     log = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in log.open()] if log.exists() else []
-    lines = [line for line in lines if line["step"] > 0]
-    whole = len(lines) == steps and lines[-1].get("eval")
-    return lines if whole else None
+    scores = [line["eval"] for line in lines if line["step"] == steps and line.get("eval")]
+    lines = [line for line in lines if "accuracy" in line]
+    if len(lines) < steps or not scores:
+        return None
+    lines[-1]["eval"] = scores[-1]
+    return lines
 
 
 def train(group: Group, seed: int, output: Path) -> None:

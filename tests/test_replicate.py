@@ -16,8 +16,8 @@ def write(folder, accuracies, entropy=0.5, held_out=90.0):
     folder.mkdir(parents=True)
     row = {"entropy": entropy, "silenced_fraction": 0.01, "low_prob_fraction": 0.05}
     rows = [row | {"step": step, "accuracy": a} for step, a in enumerate(accuracies, 1)]
-    rows[-1] |= {"eval": {"test": {"mean": held_out}}}
-    rows = [{"step": 0, "eval": {"test": {"mean": 11.0}}}, *rows]
+    first, last = ({"test": {"mean": mean}} for mean in (11.0, held_out))
+    rows = [{"step": 0, "eval": first}, *rows, {"step": len(rows), "eval": last}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
