@@ -24,11 +24,11 @@ def write(folder, accuracies, entropy=0.5, held_out=90.0):
 def test_tables_are_taken_run_by_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(replicate, "draw_paper_figures", lambda *_: None)
     stapo, justrl = Group("STAPO", "", 2), Group("JustRL", "", 2)
-    early, late = [0.1] * 4 + [0.4] * 6, [0.9] * 20  # steps 5 to 10 at 40 %, 11 to 30 at 90 %
+    early, late = [0.1] * 4 + [0.4] * 6, [0.9] * 15  # steps 5 to 10 at 40 %, 11 to 25 at 90 %
     write(tmp_path / f"{stapo.key}-2", early + late)
     write(tmp_path / f"{stapo.key}-3", early + late)
-    write(tmp_path / f"{justrl.key}-2", early + [0.68] * 20, entropy=0.75, held_out=80.0)
-    write(tmp_path / f"{justrl.key}-3", early + [0.57] * 20, entropy=1.0, held_out=82.0)
+    write(tmp_path / f"{justrl.key}-2", early + [0.68] * 15, entropy=0.75, held_out=80.0)
+    write(tmp_path / f"{justrl.key}-3", early + [0.57] * 15, entropy=1.0, held_out=82.0)
     replicate.report([stapo, justrl], tmp_path)
     printed = capsys.readouterr().out.splitlines()
     # 10 to 20: (40 + 10 * 90) / 11 = 85.45, (40 + 680) / 11 = 65.45, (40 + 570) / 11 = 55.45;
