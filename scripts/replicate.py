@@ -54,6 +54,7 @@ class Group(NamedTuple):
     base: str = "tests/tiny"
     steps: int = STEPS
     reference: str = "STAPO"  # the row from which it is compared, seed by seed
+    turn: int = 1  # rows of a lower turn run first
 
     @property
     def seeds(self) -> range:
@@ -82,24 +83,23 @@ SWEEPS = {"tau_p": (0.0005, 0.01, 0.05), "q": (0.25, 0.5, 1.0)}  # defaults: 0.0
 
 
 def whole_plan(seeds: int) -> list[Group]:
-    """Every row, in the order in which they run: the most telling ones first."""
-    ablations = {name: flags for name, flags in OTHERS.items() if name != "20-Entropy"}
-    plan = [Group(name, flags, seeds) for name, flags in (MAIN | CONTROLS | ablations).items()]
-    others = ("another pre-training", "noise 12 %", "noise 3 %", "no noise")
-    for base in others:
+    """Every row of every table."""
+    first = {name: flags for name, flags in OTHERS.items() if name != "20-Entropy"}
+    plan = [Group(name, flags, seeds, turn=0) for name, flags in (MAIN | CONTROLS | first).items()]
+    plan += [Group("20-Entropy", OTHERS["20-Entropy"], seeds, turn=2)]
+    for base in list(BASES)[1:]:
         plan += [Group(name, MAIN[name], seeds, base) for name in ("STAPO", "JustRL")]
+        plan += [Group("FullMask", MAIN["FullMask"], seeds, base, turn=2)]
     for rate, flags in RATES.items():
-        first, second = f"STAPO, {rate} the rate", f"JustRL, {rate} the rate"
-        plan += [Group(first, f"{MAIN['STAPO']} {flags}", seeds, reference=first)]
-        plan += [Group(second, f"{MAIN['JustRL']} {flags}", seeds, reference=first)]
-    for name in ("STAPO", "JustRL"):
-        first = f"STAPO, {LONG} steps"
-        long = f"{name}, {LONG} steps"
-        plan += [Group(long, MAIN[name], min(seeds, 2), steps=LONG, reference=first)]
-    plan += [Group("FullMask", MAIN["FullMask"], seeds, base) for base in others]
+        stapo, justrl = f"STAPO, {rate} the rate", f"JustRL, {rate} the rate"
+        plan += [Group(stapo, f"{MAIN['STAPO']} {flags}", seeds, reference=stapo)]
+        plan += [Group(justrl, f"{MAIN['JustRL']} {flags}", seeds, reference=stapo)]
+    stapo, justrl = f"STAPO, {LONG} steps", f"JustRL, {LONG} steps"
+    for name, flags in {stapo: MAIN["STAPO"], justrl: MAIN["JustRL"]}.items():
+        plan += [Group(name, flags, min(seeds, 2), steps=LONG, reference=stapo)]
     for flag, values in SWEEPS.items():
-        plan += [Group(f"{flag} {x}", f"--{flag} {x}", 1) for x in values]
-    return [*plan, Group("20-Entropy", OTHERS["20-Entropy"], seeds)]
+        plan += [Group(f"{flag} {x}", f"--{flag} {x}", 1, turn=2) for x in values]
+    return plan
 
 
 def short_plan(seeds: int) -> list[Group]:
@@ -175,8 +175,13 @@ def train_control(whose: str, argv: list[str]) -> None:
 
 
 def run_all(plan: list[Group], output: Path, jobs: int) -> None:
-    """What is left of the plan, `jobs` at a time; a failure ends it when the others have ended."""
+    """What is left of the plan, `jobs` at a time; a failure ends it when the others have ended.
+
+    Of every turn one seed of each row comes before the next seed, so that the tables of a plan that
+    was interrupted have as many rows as they can.
+    """
     runs = [(group, seed) for group in plan for seed in group.seeds]
+    runs.sort(key=lambda run: (run[0].turn, run[1]))
     left = [(g, s) for g, s in runs if read_run(output / f"{g.key}-{s}", g.steps) is None]
     steps = sum(group.steps for group, _ in left)
     whole = len(runs) - len(left)
