@@ -25,6 +25,7 @@ from trl import (
     get_peft_config,
     get_quantization_config,
 )
+from trl.trainer.utils import add_fused_lm_head
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from reward import load_reward
@@ -99,15 +100,19 @@ def joined(micro_batches: list[dict]) -> dict[str, torch.Tensor]:
 class STAPOTrainer(GRPOTrainer):
     """GRPOTrainer with STAPO's loss, exact for any number of micro-batches and ranks.
 
-    Takes GRPOTrainer's arguments by name, and tau_p and q. It sets cast_lm_head_to_fp32 and
-    disable_dropout in `args`: otherwise rounding and chance would decide whether p < tau_p.
+    Takes GRPOTrainer's arguments by name, and tau_p and q. Whatever `args` says, dropout is off
+    and the logits are a float32 product: chance or rounding would decide else whether p < tau_p.
     """
 
     def __init__(self, model, reward_funcs, args, *, tau_p=0.002, q=0.75, **options) -> None:
         check(args, tau_p, q, options)
-        args.cast_lm_head_to_fp32 = args.disable_dropout = True
+        args.disable_dropout = True
         super().__init__(model, reward_funcs, args, **options)
         check_model(self)
+        # TRL's own flag for this fails for LoRA on a model with tied embeddings (1.16).
+        lora = hasattr(self.model, "get_base_model")
+        inner = self.model.get_base_model() if lora else self.model
+        add_fused_lm_head(inner, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
         self.tau_p, self.q = tau_p, q
         self.clip = {"eps_low": self.epsilon_low, "eps_high": self.epsilon_high}
 

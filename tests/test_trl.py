@@ -1,26 +1,329 @@
 """scripts/trl_stapo.py: STAPO inside TRL, for any number of micro-batches and ranks.
 
-The responses are canned, random ids of several lengths, so that many tokens of right ones are
+The responses are canned: random ids of several lengths, so that many tokens of right responses are
 candidates, and not equally many in each micro-batch.
 """
 
-import importlib.util
 import json
+import types
 
 import pytest
 import torch
-from conftest import ROOT, TINY, example, make_random_model
+from conftest import TINY, make_random_model
 from ranks import launch
-from reference import candidates_and_silenced, plain_head
+from reference import candidates_and_silenced, plain_head, row_stats
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
 
 import stapo
-from rollout import Response, TokenStats, encode_prompt, load_model, load_tokenizer
+from rollout import Response, TokenStats, load_model, load_tokenizer
 
-pytest.importorskip("trl")
+trl_stapo = pytest.importorskip("trl_stapo", reason="trl is not installed")
 
-from datasets import Dataset
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-from trl_stapo import FIXED, STAPOTrainer, main, make_trainer
+# Of a rollout batch. In a group of two only one has A > 0: the first tokens of two right responses
+# to a prompt would have one entropy, and rounding would decide about a threshold between them.
+PROMPTS, GROUP = 32, 2
 
-PROMPTS, GROUP = 8, 4
+
+def config(folder, micro_batches: int = 1, mini_batches: int = 4, ranks: int = 1, **options):
+    """Optimiser steps of micro_batches each; max_steps 4, and a rate at which they show."""
+    slices = micro_batches * mini_batches
+    small = {
+        "output_dir": str(folder),
+        "num_generations": GROUP,
+        "per_device_train_batch_size": PROMPTS * GROUP // slices // ranks,
+        "gradient_accumulation_steps": micro_batches,
+        "steps_per_generation": slices,
+        "max_steps": 4,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "epsilon_high": 0.28,
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    return trl_stapo.GRPOConfig(**small | options)
+
+
+def response(prompt: list[int], member: int) -> list[int]:
+    """The ids of a prompt's response: 3 to 24 of them."""
+    g = torch.Generator().manual_seed(hash((*prompt, member)) % 2**31)
+    length = int(torch.randint(3, 25, (), generator=g))
+    return torch.randint(2, 100, (length,), generator=g).tolist()
+
+
+def reward(completion_ids, **_) -> list[float]:
+    """About half of the responses are right."""
+    return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+
+class Watched(TrainerCallback):
+    """Keeps the parameters and gradients before each optimiser step, and its micro-batches."""
+
+    def __init__(self) -> None:
+        self.seen, self.trainer = [], None
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_) -> None:
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        count = args.gradient_accumulation_steps
+        first = state.global_step * count % args.steps_per_generation
+        self.seen.append(
+            types.SimpleNamespace(
+                weights={name: p.detach().clone() for name, p in parameters.items()},
+                gradients={name: p.grad.clone() for name, p in parameters.items()},
+                slices=[dict(x) for x in self.trainer._buffered_inputs[first : first + count]],
+            )
+        )
+
+
+def train(folder, kind=trl_stapo.STAPOTrainer, model=None, settings=(), **options):
+    """Four optimiser steps on canned responses: the trainer, its `seen` and its `end` weights."""
+
+    class Canned(kind):
+        def _generate_single_turn(self, prompt_ids, *_):
+            return [response(ids, i % GROUP) for i, ids in enumerate(prompt_ids)], None
+
+    rows = [json.loads(x) for x in (TINY / "train.jsonl").read_text().splitlines()[: 2 * PROMPTS]]
+    watched = Watched()
+    trainer = Canned(
+        model or load_model(str(TINY)),
+        reward,
+        config(folder, **options),
+        train_dataset=trl_stapo.Dataset.from_list([{"prompt": r["problem"] + "\n"} for r in rows]),
+        processing_class=load_tokenizer(str(TINY)),
+        callbacks=[watched],
+        **dict(settings),
+    )
+    watched.trainer = trainer
+    trainer.train()
+    named = trainer.model.named_parameters()
+    trainer.end = {name: p.detach().clone() for name, p in named if p.requires_grad}
+    trainer.seen = watched.seen
+    return trainer
+
+
+def distance(one, other) -> float:
+    """Between the ends of two trainings, relative to the way there."""
+    start, a, b = one.seen[0].weights, one.end, other.end
+    apart = sum(float((a[name] - b[name]).square().sum()) for name in a)
+    return (apart / sum(float((a[name] - start[name]).square().sum()) for name in a)) ** 0.5
+
+
+def logged(trainer) -> list[dict]:
+    """What it logged at each step."""
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory):
+    """Four mini-batches of one micro-batch each."""
+    return train(tmp_path_factory.mktemp("at-once"))
+
+
+# ---------------------------------------------------------------------- micro-batches, and controls
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_micro_batches_give_the_same_steps(at_once, tmp_path, micro_batches):
+    trainer = train(tmp_path, micro_batches=micro_batches)
+    assert distance(at_once, trainer) < 1e-4
+    for one, other in zip(logged(at_once), logged(trainer), strict=True):
+        names = ("loss", "grad_norm", "candidates", "silenced", "entropy")
+        names += ("clip_ratio/low_mean", "clip_ratio/high_mean")
+        assert [one[x] for x in names] == pytest.approx([other[x] for x in names], rel=1e-3)
+        assert one["silenced"] > 2
+    for update in trainer.seen:  # else a quantile of each micro-batch would be the same
+        silenced = [int((x["completion_mask"].bool() & ~x["keep"]).sum()) for x in update.slices]
+        assert len(set(silenced)) > 1
+
+
+class OwnQuantile(trl_stapo.STAPOTrainer):
+    """Each micro-batch silences below its own quantile; the count is the mini-batch's."""
+
+    def form_mask(self, micro_batches):
+        for batch in micro_batches:
+            super().form_mask([batch])
+        num_kept = sum(batch["keep"].sum() for batch in micro_batches)
+        for batch in micro_batches:
+            batch["num_kept"] = num_kept
+
+
+class OwnCount(trl_stapo.STAPOTrainer):
+    """Each micro-batch is a mean over its own tokens, and the means are averaged."""
+
+    def form_mask(self, micro_batches):
+        super().form_mask(micro_batches)
+        for batch in micro_batches:
+            batch["num_kept"] = batch["keep"].sum() * len(micro_batches)
+
+
+@pytest.mark.parametrize("kind", [OwnQuantile, OwnCount])
+def test_a_quantile_or_a_count_of_each_micro_batch_would_be_seen(at_once, tmp_path, kind):
+    assert distance(at_once, train(tmp_path, kind, micro_batches=4)) > 0.02
+
+
+# -------------------------------------------------------------------------- the paper's own numbers
+
+
+def to_episodes(update) -> list[stapo.Episode]:
+    """The responses of a mini-batch, with the advantages and old log-probabilities TRL gave."""
+    episodes = []
+    for batch in update.slices:
+        names = "prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
+        for row in range(len(batch["advantages"])):
+            prompt, prompt_mask, ids, mask = (batch[name][row] for name in names)
+            ids, old = ids[mask.bool()].tolist(), batch["old_per_token_logps"][row][mask.bool()]
+            own = Response(prompt[prompt_mask.bool()].tolist(), ids, False, "")
+            unknown = torch.full_like(old, 1e9)  # H under pi_old: not to be used
+            stats = TokenStats(old, unknown, unknown)
+            advantage = float(batch["advantages"][row])
+            episodes.append(stapo.Episode({}, own, 0.0, advantage, 0, stats))
+    return episodes
+
+
+def test_each_step_is_stapo_update(tmp_path):
+    """p, H, the mask and the gradient of stapo.py, on the same responses and weights."""
+    trainer = train(tmp_path, micro_batches=4)
+    model = stapo.load_policy(str(TINY))
+    cfg = stapo.Config(tokens_per_micro_batch=200, grad_clip=1e9)
+    for update, line in zip(trainer.seen, logged(trainer), strict=True):
+        model.load_state_dict(update.weights, strict=False)
+        episodes, gradients = to_episodes(update), {}
+
+        class Recorder(torch.optim.SGD):
+            def step(self):
+                gradients.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+        stats = stapo.statistics_pass(model, episodes, cfg)
+        selection = stapo.make_selection(episodes, stats, cfg)
+        stapo.update(model, Recorder(model.parameters()), episodes, selection, cfg)
+        assert selection.silenced == line["silenced"] < selection.candidates == line["candidates"]
+        assert gradients.keys() == update.gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(update.gradients[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_the_mask_is_the_papers(at_once):
+    """I, and what is logged: from whole logits in float64, one response at a time."""
+    model = load_model(str(TINY))
+    for update, line in zip(at_once.seen, logged(at_once), strict=True):
+        model.load_state_dict(update.weights, strict=False)
+        episodes, (batch,) = to_episodes(update), update.slices
+        with torch.no_grad():
+            logp, entropy = (
+                torch.cat(x)
+                for x in list(zip(*(row_stats(model, e.response) for e in episodes)))[:2]
+            )
+        advantages = torch.cat([torch.full((len(e.response.ids),), e.advantage) for e in episodes])
+        paper = {"tau_p": 0.002, "q": 0.75, "quantile_over": "candidates"}
+        found = candidates_and_silenced("stapo", logp, advantages, entropy, **paper)
+        assert torch.equal(batch["keep"][batch["completion_mask"].bool()], ~found[1])
+        assert [line["candidates"], line["silenced"]] == [int(x.sum()) for x in found]
+        assert float(batch["num_kept"]) == len(logp) - line["silenced"]
+        assert line["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------- ranks
+
+
+def on_ranks(folder, ranks: int) -> None:
+    """Four steps on one rollout batch and then another, each the mini-batch of two steps."""
+    trainer = train(folder / "run", micro_batches=2, mini_batches=1, num_iterations=2, ranks=ranks)
+    silenced = [
+        int((x["completion_mask"].bool() & ~x["keep"]).sum()) for x in trainer.seen[1].slices
+    ]
+    saved = {"seen": trainer.seen, "end": trainer.end, "log": logged(trainer)}
+    torch.save(saved | {"silenced": silenced}, folder / f"{ranks}-{trainer.args.process_index}.pt")
+
+
+def test_two_ranks_are_one_process(tmp_path):
+    assert launch(on_ranks, 2, tmp_path / "log", tmp_path, 2) == [0, 0]
+    on_ranks(tmp_path, 1)
+    one, first, second = (
+        types.SimpleNamespace(**torch.load(tmp_path / name, weights_only=False))
+        for name in ("1-0.pt", "2-0.pt", "2-1.pt")
+    )
+    assert sum(first.silenced) != sum(second.silenced)
+    assert distance(one, first) < 1e-4 and distance(one, second) < 1e-4
+    for a, b in zip(one.log, first.log, strict=True):
+        names = "candidates", "silenced", "entropy", "clip_ratio/low_mean", "grad_norm", "loss"
+        assert [a[x] for x in names] == pytest.approx([b[x] for x in names], rel=1e-3)
+
+
+# --------------------------------------------------------------------------- what TRL has to offer
+
+
+def test_gradient_checkpointing_changes_nothing(at_once, tmp_path):
+    trainer = train(tmp_path, micro_batches=4, gradient_checkpointing=True)
+    assert trainer.model.is_gradient_checkpointing
+    assert distance(at_once, trainer) < 1e-4
+
+
+def test_without_candidates_it_is_trls_dapo_loss(tmp_path):
+    """With tau_p = 0, and one mini-batch in a rollout batch: TRL counts tokens over all of them."""
+    options = {"micro_batches": 4, "mini_batches": 1, "num_iterations": 2}
+    ours = train(tmp_path, settings={"tau_p": 0.0}, **options)
+    theirs = train(tmp_path, trl_stapo.GRPOTrainer, disable_dropout=True, **options)
+    assert distance(ours, theirs) < 1e-4
+    for a, b in zip(logged(ours), logged(theirs), strict=True):
+        assert [a["loss"], a["grad_norm"]] == pytest.approx([b["loss"], b["grad_norm"]], rel=1e-3)
+        assert a["candidates"] == a["silenced"] == 0
+
+
+def test_lora(tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = {"r": 4, "lora_dropout": 0.5, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    one, other = (
+        train(
+            tmp_path,
+            micro_batches=micro_batches,
+            settings={"peft_config": peft.LoraConfig(**lora)},
+            learning_rate=1e-2,
+        )
+        for micro_batches in (1, 4)
+    )
+    assert all("lora" in name for name in one.end) and distance(one, other) < 1e-4
+    assert logged(one)[-1]["silenced"] == logged(other)[-1]["silenced"] > 2
+
+
+class Products(TorchDispatchMode):
+    """The operands' types of every matrix product with `width` columns, and of all others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.head, self.others = width, set(), set()
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = args[-2:]
+            found = self.head if b.size(-1) == self.width else self.others
+            found.add((a.dtype, b.dtype))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_bfloat16_layers_and_a_float32_head(tmp_path, tied):
+    """The product itself, and ln p and H from it: what a bfloat16 head would round away."""
+    model = make_random_model(tied=tied, spread=0.5)
+    trainer = train(tmp_path, model=model, micro_batches=4, bf16=True)
+    batch, hidden = trainer.seen[-1].slices[0], []
+    model.model.register_forward_hook(lambda _, __, output: hidden.append(output[0][:, :-1]))
+    width = batch["completion_ids"].size(1)
+    with torch.no_grad(), Products(model.config.vocab_size) as products:
+        logp, entropy = trainer.score(model, batch)
+    assert products.head == {(torch.float32, torch.float32)}
+    assert products.others == {(torch.bfloat16, torch.bfloat16)}
+    targets, mask = batch["completion_ids"].flatten(), batch["completion_mask"].bool()
+    weight = model.get_output_embeddings().weight
+    flat = hidden[0][:, -width:].flatten(0, 1)
+    exact = plain_head(flat.detach(), weight.detach(), targets)
+    rounded = plain_head(flat.detach().bfloat16(), weight.detach().bfloat16(), targets)
+    for ours, true, coarse in zip((logp, entropy), exact, rounded):
+        true, coarse = true.view_as(ours)[mask].float(), coarse.view_as(ours)[mask].float()
+        torch.testing.assert_close(ours[mask], true, rtol=1e-5, atol=1e-5)
+        assert (coarse - true).abs().max() > 1e-3
