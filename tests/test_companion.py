@@ -1,14 +1,13 @@
 """The loss in other hands: the examples of docs/using-the-loss.md, run, and compared."""
 
 import importlib.util
-import json
 import re
 import subprocess
 import types
 
 import pytest
 import torch
-from conftest import ROOT, TINY, example
+from conftest import ROOT, example
 from ranks import launch
 from reference import drawn
 
@@ -169,114 +168,6 @@ def test_tau_h_is_a_candidates_own_entropy_for_1_5_9_candidates():
         assert bool((entropy == tau_h).any()) == (count % 4 == 1)
         silenced = spurious_mask(logp, torch.ones(1), entropy, mask).sum()
         assert silenced == {1: 0, 2: 1, 4: 3, 8: 6}.get(count, silenced)
-
-
-def trl_config(folder):
-    from trl import GRPOConfig
-
-    return GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=40,
-        max_steps=2,
-        learning_rate=1e-4,
-        beta=0.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        loss_type="dapo",
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-
-
-@needs("trl")
-def test_trl_config_and_check(tmp_path, monkeypatch):
-    """The page's config, in small: bfloat16 layers and a float32 head; then its first check."""
-    import trl
-    from datasets import Dataset
-
-    real = trl.GRPOConfig
-    small = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "num_generations": 4}
-    small |= {"max_completion_length": 16, "max_steps": 4, "use_cpu": True, "report_to": []}
-    small |= {"save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3}
-    small |= {"loss_type": "dapo", "steps_per_generation": 1, "num_iterations": 2}
-    monkeypatch.setattr(trl, "GRPOConfig", lambda **given: real(**given | small))
-    names: dict = {}
-    exec(example("trl") + example("check"), names)
-    losses = []
-
-    class Counted(names["Checked"]):
-        def _compute_loss(self, model, inputs):
-            assert "old_per_token_logps" in inputs
-            loss = super()._compute_loss(model, inputs)
-            losses.append(float(loss.detach()))
-            return loss
-
-    rows = [json.loads(x) for x in (TINY / "train.jsonl").read_text().splitlines()[:8]]
-    names |= {"STAPOTrainer": Counted, "model": str(TINY)}
-    names["reward"] = lambda completions, **_: [float(len(text) % 2) for text in completions]
-    names["dataset"] = Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows])
-    exec(example("trl-config"), names)
-    trainer = names["trainer"]
-    assert trainer.args.bf16 and trainer.model.dtype == torch.float32
-    trainer.train()
-    assert len(losses) == 4 and any(losses)
-
-
-@needs("trl")
-def test_trl_example_trains_and_equals_trls_losses(tmp_path):
-    from datasets import Dataset
-
-    namespace: dict = {}
-    exec(example("trl"), namespace)
-    compared = []
-
-    class Compared(namespace["STAPOTrainer"]):
-        def _compute_loss(self, model, inputs):
-            inputs = {k: v for k, v in inputs.items()}
-            old = torch.randn(inputs["completion_ids"].shape)
-            rows = [(inputs[f"prompt_{x}"], inputs[f"completion_{x}"]) for x in ("ids", "mask")]
-            ids, attention = (torch.cat(row, dim=1) for row in rows)
-            mask = inputs["completion_mask"].bool()
-            with torch.no_grad():
-                logp, entropy, _ = self._get_per_token_logps_and_entropies(
-                    model, ids, attention, mask.size(1), compute_entropy=True
-                )
-            inputs["old_per_token_logps"] = logp + 0.3 * old
-            args = logp, inputs["old_per_token_logps"], inputs["advantages"], entropy
-            clip = {"tau_p": 0.0, "eps_low": 0.2, "eps_high": 0.28}
-            justrl = stapo_loss(*args, mask, **clip)[0]
-            few = mask & (entropy >= quantile(entropy[mask], 0.8))
-            entropy20 = stapo_loss(*args, few, **clip, num_kept=mask.sum())[0]
-            theirs = super(namespace["STAPOTrainer"], self)._compute_loss
-            self.top_entropy_quantile = 0.2
-            their_entropy20 = float(theirs(model, inputs).detach())
-            self.top_entropy_quantile = 1.0
-            compared.append((float(justrl), float(theirs(model, inputs).detach())))
-            compared.append((float(entropy20), their_entropy20))
-            loss = super()._compute_loss(model, inputs)
-            assert float(loss.detach()) == pytest.approx(
-                float(stapo_loss(*args, mask)[0]), rel=1e-3
-            )
-            return loss
-
-    rows = [json.loads(x) for x in (TINY / "train.jsonl").read_text().splitlines()[:8]]
-    trainer = Compared(
-        model=str(TINY),
-        reward_funcs=lambda completions, **_: [float("7" in text) for text in completions],
-        train_dataset=Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows]),
-        args=trl_config(tmp_path),
-    )
-    before = [p.clone() for p in trainer.model.parameters()]
-    trainer.train()
-    assert any((a != b).any() for a, b in zip(before, trainer.model.parameters()))
-    assert len(compared) == 4
-    for ours, theirs in compared:
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 @needs("verl")

@@ -21,6 +21,11 @@ RECIPES = sorted((ROOT / "recipes").iterdir())
 # Flags of torchrun, sbatch, pip and of this repository's scripts, as the pages use them.
 OTHER_FLAGS = set("nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout".split())
 OTHER_FLAGS |= set("signal pid help jobs sweep_seeds smooth seeds".split())
+# TRL's, which tests/test_trl.py runs.
+OTHER_FLAGS |= set("num_processes model_name_or_path output_dir max_steps num_generations".split())
+OTHER_FLAGS |= set("per_device_train_batch_size gradient_accumulation_steps use_peft".split())
+OTHER_FLAGS |= set("steps_per_generation max_completion_length use_vllm".split())
+OTHER_FLAGS |= {"vllm_max_model_length"}
 
 
 def text_of(page: str) -> str:

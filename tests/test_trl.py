@@ -5,18 +5,29 @@ candidates, and not equally many in each micro-batch.
 """
 
 import json
+import re
+import shlex
+import shutil
 import types
 
 import pytest
 import torch
-from conftest import TINY, make_random_model
+from conftest import ROOT, TINY, example, make_random_model
 from ranks import launch
 from reference import candidates_and_silenced, plain_head, row_stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 import stapo
-from rollout import Response, TokenStats, load_model, load_tokenizer
+from rollout import (
+    Response,
+    TokenStats,
+    encode_prompt,
+    load_model,
+    load_tokenizer,
+    sample,
+    score,
+)
 
 trl_stapo = pytest.importorskip("trl_stapo", reason="trl is not installed")
 
@@ -62,6 +73,11 @@ def reward(completion_ids, **_) -> list[float]:
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
+def problems(count: int):
+    rows = [json.loads(x) for x in (TINY / "train.jsonl").read_text().splitlines()[:count]]
+    return trl_stapo.Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows])
+
+
 class Watched(TrainerCallback):
     """Keeps the parameters and gradients before each optimiser step, and its micro-batches."""
 
@@ -88,13 +104,12 @@ def train(folder, kind=trl_stapo.STAPOTrainer, model=None, settings=(), **option
         def _generate_single_turn(self, prompt_ids, *_):
             return [response(ids, i % GROUP) for i, ids in enumerate(prompt_ids)], None
 
-    rows = [json.loads(x) for x in (TINY / "train.jsonl").read_text().splitlines()[: 2 * PROMPTS]]
     watched = Watched()
     trainer = Canned(
         model or load_model(str(TINY)),
         reward,
         config(folder, **options),
-        train_dataset=trl_stapo.Dataset.from_list([{"prompt": r["problem"] + "\n"} for r in rows]),
+        train_dataset=problems(2 * PROMPTS),
         processing_class=load_tokenizer(str(TINY)),
         callbacks=[watched],
         **dict(settings),
@@ -186,6 +201,13 @@ def to_episodes(update) -> list[stapo.Episode]:
     return episodes
 
 
+class Recorder(torch.optim.SGD):
+    """Keeps the gradients and takes no step."""
+
+    def step(self):
+        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+
 def test_each_step_is_stapo_update(tmp_path):
     """p, H, the mask and the gradient of stapo.py, on the same responses and weights."""
     trainer = train(tmp_path, micro_batches=4)
@@ -193,19 +215,13 @@ def test_each_step_is_stapo_update(tmp_path):
     cfg = stapo.Config(tokens_per_micro_batch=200, grad_clip=1e9)
     for update, line in zip(trainer.seen, logged(trainer), strict=True):
         model.load_state_dict(update.weights, strict=False)
-        episodes, gradients = to_episodes(update), {}
-
-        class Recorder(torch.optim.SGD):
-            def step(self):
-                gradients.update({n: p.grad.clone() for n, p in model.named_parameters()})
-
+        episodes, optimizer = to_episodes(update), Recorder(model.parameters())
         stats = stapo.statistics_pass(model, episodes, cfg)
         selection = stapo.make_selection(episodes, stats, cfg)
-        stapo.update(model, Recorder(model.parameters()), episodes, selection, cfg)
+        stapo.update(model, optimizer, episodes, selection, cfg)
         assert selection.silenced == line["silenced"] < selection.candidates == line["candidates"]
-        assert gradients.keys() == update.gradients.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(update.gradients[name], gradient, rtol=1e-3, atol=1e-5)
+        for ours, theirs in zip(optimizer.gradients, update.gradients.values(), strict=True):
+            torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-5)
 
 
 def test_the_mask_is_the_papers(at_once):
@@ -309,7 +325,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_bfloat16_layers_and_a_float32_head(tmp_path, tied):
     """The product itself, and ln p and H from it: what a bfloat16 head would round away."""
-    model = make_random_model(tied=tied, spread=0.5)
+    model = make_random_model(320, tied, spread=0.5)
     trainer = train(tmp_path, model=model, micro_batches=4, bf16=True)
     batch, hidden = trainer.seen[-1].slices[0], []
     model.model.register_forward_hook(lambda _, __, output: hidden.append(output[0][:, :-1]))
@@ -327,3 +343,208 @@ def test_bfloat16_layers_and_a_float32_head(tmp_path, tied):
         true, coarse = true.view_as(ours)[mask].float(), coarse.view_as(ours)[mask].float()
         torch.testing.assert_close(ours[mask], true, rtol=1e-5, atol=1e-5)
         assert (coarse - true).abs().max() > 1e-3
+
+
+def test_an_evaluation_takes_each_batch_as_a_mini_batch(tmp_path):
+    trainer = train(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=16,
+        settings={"eval_dataset": problems(16)},
+    )
+    evaluated = [row for row in trainer.state.log_history if "eval_loss" in row]
+    assert len(evaluated) == 2 and all(row["eval_silenced"] > 2 for row in evaluated)
+
+
+# ----------------------------------------------------------------------------------------- refused
+
+OTHERS = {
+    "loss_type": "bnpo",
+    "importance_sampling_level": "sequence",
+    "beta": 0.1,
+    "sync_ref_model": True,
+    "entropy_coef": 0.01,
+    "use_adaptive_entropy": True,
+    "top_entropy_quantile": 0.2,
+    "delta": 2.0,
+    "off_policy_mask_threshold": 0.5,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "generation_kwargs": {"top_k": 20},
+    "use_transformers_continuous_batching": True,
+}
+
+
+def refusal(folder, settings=(), **options) -> str:
+    with pytest.raises(ValueError) as error:
+        train(folder, settings=settings, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", trl_stapo.FIXED)
+def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path, name):
+    assert refusal(tmp_path, **{name: OTHERS[name]}).startswith(f"{name}={OTHERS[name]}: ")
+
+
+def test_other_refusals(tmp_path):
+    message = refusal(tmp_path, micro_batches=2, steps_per_generation=5)
+    assert message.startswith("gradient_accumulation_steps=2: ")
+    message = refusal(tmp_path, use_vllm=True)
+    assert message.startswith("vllm_importance_sampling_correction=True: ")
+    for name in ("tools", "rollout_func", "environment_factory"):
+        assert refusal(tmp_path, {name: [print]}).startswith(f"{name}: ")
+    assert refusal(tmp_path, {"q": 1.5}).startswith("q=1.5: ")
+    with pytest.raises(ValueError, match="^dtype: .*bfloat16"):
+        train(tmp_path, model=load_model(str(TINY), torch.bfloat16))
+
+
+# ---------------------------------------------------------------------------- engines and commands
+
+
+class Engine:
+    """In the place of TRL's VLLMGeneration: draws from the tiny model at `temperature`."""
+
+    temperature, offset = 1.0, 0.0  # offset: of its ln p from the trainer's
+
+    def __init__(self, **options) -> None:
+        self.generation_kwargs, self.length = {}, options["max_completion_length"]
+        self.policy, self.tokenizer = stapo.load_policy(str(TINY)), load_tokenizer(str(TINY))
+
+    def sync_weights(self) -> None:
+        pass
+
+    def generate(self, prompts, **_):
+        options = {"max_new_tokens": self.length, "temperature": self.temperature}
+        drawn = sample(self.policy, self.tokenizer, prompts, **options)
+        logp = [stats.logp + self.offset for stats in score(self.policy, drawn, 4096)]
+        logp = [[[x] for x in row.tolist()] for row in logp]
+        logp[0][0] = [None]  # vLLM's NaN
+        return None, [response.ids for response in drawn], logp, None
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Engine)
+    return monkeypatch
+
+
+def page(name: str) -> list[str]:
+    """The flags of a command of the page."""
+    text = (ROOT / "docs" / "using-the-loss.md").read_text()
+    command = re.search(rf"<!-- command: {name} -->\n```sh\n(.*?)```", text, re.DOTALL)[1]
+    return shlex.split(command.replace("\\\n", " ").partition("trl_stapo.py")[2])
+
+
+def small(folder) -> list[str]:
+    """Flags that make any of the page's commands run here."""
+    return f"""--model_name_or_path {TINY} --data {TINY}/train.jsonl --instruction= --max_steps 2
+        --output_dir {folder} --max_completion_length 60 --gradient_accumulation_steps 2 --use_cpu
+        --learning_rate 1e-3 --report_to none --disable_tqdm true""".split()
+
+
+def run(argv: list[str], monkeypatch):
+    """trl_stapo.main: the trainer, after it has saved."""
+    made = []
+    real = trl_stapo.make_trainer
+    monkeypatch.setattr(trl_stapo, "make_trainer", lambda argv: made.append(real(argv)) or made[0])
+    trl_stapo.main(argv)
+    return made[0]
+
+
+@pytest.mark.parametrize("name", ["one", "eight", "vllm"])
+def test_the_pages_commands(tmp_path, engine, name):
+    trainer = run(page(name) + small(tmp_path), engine)
+    assert (
+        trainer.args.bf16 and trainer.args.epsilon_high == 0.28 and trainer.args.warmup_steps == 10
+    )
+    saved, base = load_model(str(tmp_path)).state_dict(), load_model(str(TINY)).state_dict()
+    assert any((saved[key] != base[key]).any() for key in base)
+    first = logged(trainer)[0]
+    assert abs(first["sampling_z"]) < 5 and ("sampling_kl" in first) == (name == "vllm")
+
+
+def test_a_reward_of_ones_own_and_a_wrong_flag(tmp_path, monkeypatch, capsys):
+    own = "def short(text, row):\n    return float('1' in text) if row['answer'] else None"
+    (tmp_path / "own.py").write_text(own)
+    argv = [*page("one"), *small(tmp_path / "run"), "--reward", f"{tmp_path}/own.py:short"]
+    assert 0 < logged(run(argv, monkeypatch))[0]["reward"] < 1
+    monkeypatch.undo()
+    for wrong in (["--beta", "0.1"], ["--data", "none.jsonl"], ["--max_prompt_tokens", "2"]):
+        with pytest.raises(SystemExit) as error:
+            trl_stapo.main(argv + wrong)
+        assert wrong[-1] in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_sampling_gap_shows_what_an_engine_does(tmp_path, engine, temperature):
+    engine.setattr(Engine, "temperature", temperature)
+    engine.setattr(Engine, "offset", 0.01)
+    argv = [*page("vllm"), *small(tmp_path), "--bf16", "false", "--learning_rate", "0"]
+    first, second = logged(run(argv, engine))
+    assert "sampling_gap" not in second  # the policy has been updated since
+    assert first["sampling_kl"] == pytest.approx(0.01, abs=1e-4)
+    assert (first["sampling_z"] < -6) == (temperature == 0.5) and first["sampling_gap"] != 0
+
+
+CHAT = """{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_and_stops_are_those_of_stapo(tmp_path, engine, chat):
+    """In a chat template the end of a turn ends a response, also of a base model."""
+    shutil.copytree(TINY, tmp_path / "model")
+    tokenizer = load_tokenizer(str(TINY))
+    if chat:
+        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+        tokenizer.chat_template = CHAT
+        tokenizer.save_pretrained(tmp_path / "model")
+    argv = small(tmp_path / "run") + ["--model_name_or_path", f"{tmp_path}/model"]
+    problem = json.loads((TINY / "train.jsonl").read_text().splitlines()[0])["problem"]
+    for flags in ([], ["--use_vllm"]):
+        trainer = trl_stapo.make_trainer(argv + flags + ["--instruction", "Think."])
+        prompts = [trainer.train_dataset[0]["prompt"]]
+        ids = encode_prompt(tokenizer, problem, "Think.")
+        assert trainer._tokenize_prompts(prompts)[0] == [ids]
+        stops = [0, *tokenizer.convert_tokens_to_ids(["<|im_end|>"])] if chat else [0]
+        assert trainer.eos_token_ids == stops
+        if flags:
+            assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": stops}
+        else:
+            assert trainer.generation_config.eos_token_id == stops
+
+
+# ------------------------------------------------------------------------------ the page's examples
+
+
+def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
+    """The config of a script of one's own, in small; then the first check: tau_p = 0 is dapo."""
+    import trl
+
+    real = trl.GRPOConfig
+    given = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 4}
+    given |= {"use_cpu": True, "report_to": [], "max_completion_length": 16, "num_iterations": 2}
+    given |= {"output_dir": str(tmp_path), "save_strategy": "no", "learning_rate": 1e-3}
+    monkeypatch.setattr(trl, "GRPOConfig", lambda **page: real(**page | given))
+    names = {"model": str(TINY), "dataset": problems(16), "reward": reward}
+    exec(example("trl"), names)
+    assert names["trainer"].tau_p == 0.002 and names["trainer"].args.bf16
+    names |= {"GRPOTrainer": trl.GRPOTrainer, "torch": torch}
+    exec(example("check"), names)
+
+    compared = []
+
+    class Counted(names["Checked"]):
+        def _compute_loss(self, model, inputs):
+            compared.append(float(super()._compute_loss(model, inputs).detach()))
+            return super()._compute_loss(model, inputs)
+
+    options = {"train_dataset": names["dataset"], "processing_class": load_tokenizer(str(TINY))}
+    Counted(str(TINY), reward, names["config"], tau_p=0.0, **options).train()
+    assert len(compared) == 8 and any(compared)
+    with pytest.raises(AssertionError, match="not close"):
+        Counted(str(TINY), reward, names["config"], tau_p=0.5, **options).train()
