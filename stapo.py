@@ -237,7 +237,9 @@ def stapo_loss(
     vocabulary); old_logp (B, T): the same under pi_old; advantages (B,); entropy (B, T) nats, of
     the current policy, never given a gradient; mask (B, T) bool, True on response tokens.
     tau_h and num_kept belong to the whole mini-batch: None takes them from this call, which is
-    right when the call sees all of it.
+    right when the call sees all of it. With more than one micro-batch, hand on `keep` and not
+    tau_h: call spurious_mask once for the mini-batch, then clipped_loss for each micro-batch. tau_h
+    can be a candidate's own entropy, and a second pass rounds that entropy differently.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
     silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)

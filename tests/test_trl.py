@@ -432,11 +432,15 @@ def engine(monkeypatch):
     return monkeypatch
 
 
-def page(name: str) -> list[str]:
-    """The flags of a command of the page."""
+def page() -> list[list[str]]:
+    """The flags of each command of the page: one GPU, eight, vLLM."""
     text = (ROOT / "docs" / "using-the-loss.md").read_text()
-    command = re.search(rf"<!-- command: {name} -->\n```sh\n(.*?)```", text, re.DOTALL)[1]
-    return shlex.split(command.replace("\\\n", " ").partition("trl_stapo.py")[2])
+    flags, commands = re.search(r'flags="(.*?)"\n(.*?)```', text, re.DOTALL).groups()
+    lines = [line.partition("trl_stapo.py ")[2] for line in commands.splitlines()]
+    return [shlex.split(line.replace("$flags", flags), comments=True) for line in lines]
+
+
+ONE_GPU, EIGHT, VLLM = page()
 
 
 def small(folder) -> list[str]:
@@ -455,22 +459,22 @@ def run(argv: list[str], monkeypatch):
     return made[0]
 
 
-@pytest.mark.parametrize("name", ["one", "eight", "vllm"])
-def test_the_pages_commands(tmp_path, engine, name):
-    trainer = run(page(name) + small(tmp_path), engine)
+@pytest.mark.parametrize("flags", [ONE_GPU, EIGHT, VLLM], ids=["one", "eight", "vllm"])
+def test_the_pages_commands(tmp_path, engine, flags):
+    trainer = run(flags + small(tmp_path), engine)
     assert (
         trainer.args.bf16 and trainer.args.epsilon_high == 0.28 and trainer.args.warmup_steps == 10
     )
     saved, base = load_model(str(tmp_path)).state_dict(), load_model(str(TINY)).state_dict()
     assert any((saved[key] != base[key]).any() for key in base)
     first = logged(trainer)[0]
-    assert abs(first["sampling_z"]) < 5 and ("sampling_kl" in first) == (name == "vllm")
+    assert abs(first["sampling_z"]) < 5 and ("sampling_kl" in first) == (flags is VLLM)
 
 
 def test_a_reward_of_ones_own_and_a_wrong_flag(tmp_path, monkeypatch, capsys):
     own = "def short(text, row):\n    return float('1' in text) if row['answer'] else None"
     (tmp_path / "own.py").write_text(own)
-    argv = [*page("one"), *small(tmp_path / "run"), "--reward", f"{tmp_path}/own.py:short"]
+    argv = [*ONE_GPU, *small(tmp_path / "run"), "--reward", f"{tmp_path}/own.py:short"]
     assert 0 < logged(run(argv, monkeypatch))[0]["reward"] < 1
     monkeypatch.undo()
     for wrong in (["--beta", "0.1"], ["--data", "none.jsonl"], ["--max_prompt_tokens", "2"]):
@@ -483,11 +487,14 @@ def test_a_reward_of_ones_own_and_a_wrong_flag(tmp_path, monkeypatch, capsys):
 def test_the_sampling_gap_shows_what_an_engine_does(tmp_path, engine, temperature):
     engine.setattr(Engine, "temperature", temperature)
     engine.setattr(Engine, "offset", 0.01)
-    argv = [*page("vllm"), *small(tmp_path), "--bf16", "false", "--learning_rate", "0"]
-    first, second = logged(run(argv, engine))
-    assert "sampling_gap" not in second  # the policy has been updated since
+    more = (
+        "--bf16 false --learning_rate 0 --per_device_train_batch_size 64 --steps_per_generation 4"
+    )
+    first, second = logged(run([*VLLM, *small(tmp_path), *more.split()], engine))
     assert first["sampling_kl"] == pytest.approx(0.01, abs=1e-4)
-    assert (first["sampling_z"] < -6) == (temperature == 0.5) and first["sampling_gap"] != 0
+    assert second["sampling_kl"] == pytest.approx(0.01, abs=1e-4)
+    assert "sampling_gap" not in second  # in general the policy has been updated since
+    assert first["sampling_z"] < -10 if temperature == 0.5 else abs(first["sampling_z"]) < 5
 
 
 CHAT = """{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>
