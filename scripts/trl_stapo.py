@@ -86,6 +86,8 @@ def check_model(trainer: GRPOTrainer) -> None:
         raise InputError("processing_class: give a tokenizer, images are not supported")
     if trainer.aux_loss_enabled:
         raise InputError("router_aux_loss_coef: STAPO has no such term; set it to 0")
+    if getattr(trainer.model.config.get_text_config(), "attention_dropout", 0):
+        raise InputError("attention_dropout: set it to 0 in the model's config")
     trained = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     if trained != {torch.float32}:
         raise InputError(f"dtype: trained weights have to be float32, and some are {trained}")
@@ -101,7 +103,7 @@ class STAPOTrainer(GRPOTrainer):
     """GRPOTrainer with STAPO's loss, exact for any number of micro-batches and ranks.
 
     Takes GRPOTrainer's arguments by name, and tau_p and q. Whatever `args` says, dropout is off
-    and the logits are a float32 product: chance or rounding would decide else whether p < tau_p.
+    and logits are a float32 product: chance and rounding are not to decide whether p < tau_p.
     """
 
     def __init__(self, model, reward_funcs, args, *, tau_p=0.002, q=0.75, **options) -> None:

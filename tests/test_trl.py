@@ -536,7 +536,7 @@ def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
     given = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 4}
     given |= {"use_cpu": True, "report_to": [], "max_completion_length": 16, "num_iterations": 2}
     given |= {"output_dir": str(tmp_path), "save_strategy": "no", "learning_rate": 1e-3}
-    monkeypatch.setattr(trl, "GRPOConfig", lambda **page: real(**page | given))
+    monkeypatch.setattr(trl, "GRPOConfig", lambda folder, **page: real(**page | given))
     names = {"model": str(TINY), "dataset": problems(16), "reward": reward}
     exec(example("trl"), names)
     assert names["trainer"].tau_p == 0.002 and names["trainer"].args.bf16
