@@ -437,7 +437,7 @@ def page() -> list[list[str]]:
     text = (ROOT / "docs" / "using-the-loss.md").read_text()
     flags, commands = re.search(r'flags="(.*?)"\n(.*?)```', text, re.DOTALL).groups()
     lines = [line.partition("trl_stapo.py ")[2] for line in commands.splitlines()]
-    return [shlex.split(line.replace("$flags", flags), comments=True) for line in lines]
+    return [shlex.split(line.replace("$flags", flags)) for line in lines if line]
 
 
 ONE_GPU, EIGHT, VLLM = page()
