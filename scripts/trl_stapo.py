@@ -106,7 +106,10 @@ class STAPOTrainer(GRPOTrainer):
     and logits are a float32 product: chance and rounding are not to decide whether p < tau_p.
     """
 
-    def __init__(self, model, reward_funcs, args, *, tau_p=0.002, q=0.75, **options) -> None:
+    def __init__(
+        self, model, reward_funcs=None, args=None, *, tau_p=0.002, q=0.75, **options
+    ) -> None:
+        args = args or GRPOConfig("runs/trl")
         check(args, tau_p, q, options)
         args.disable_dropout = True
         super().__init__(model, reward_funcs, args, **options)
