@@ -38,6 +38,7 @@ import rollout
 import stapo
 from rollout import Response, head_stats
 from support import decoding, distributed
+from support.norms import fuse_norms
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -66,7 +67,7 @@ def random_model(config: Qwen3Config) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
     with DEVICE:
-        return rollout.with_methods(Qwen3ForCausalLM(config).eval())
+        return rollout.with_methods(fuse_norms(Qwen3ForCausalLM(config)).eval())
 
 
 # ---------------------------------------- measuring

@@ -27,6 +27,7 @@ import rollout  # noqa: E402
 import stapo  # noqa: E402
 from support import decoding  # noqa: E402
 from support.bookkeeping import parse_flags  # noqa: E402
+from support.norms import fuse_norms  # noqa: E402
 
 # ---------------------------------------- models
 
@@ -53,9 +54,9 @@ def qwen3(name: str) -> Qwen3Config:
 
 @functools.cache
 def empty_model(name: str) -> Qwen3ForCausalLM:
-    """The published model without its weights."""
+    """The published model without its weights, as a program here loads it."""
     with torch.device("meta"):
-        return Qwen3ForCausalLM(qwen3(name)).eval()
+        return fuse_norms(Qwen3ForCausalLM(qwen3(name))).eval()
 
 
 def parameters(model: Qwen3ForCausalLM) -> int:
@@ -76,12 +77,14 @@ def least_step_bytes(model: Qwen3ForCausalLM, tokens: int) -> int:
 
 
 def layer_bytes_per_token(config: Qwen3Config) -> int:
-    """What one decoder layer saves for its backward in bfloat16, its input not counted."""
+    """What one decoder layer saves for its backward in bfloat16 on CUDA, its input not counted."""
     hidden, width = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    norms = 2 * (4 * hidden + 4 + 2 * hidden)  # float32 input and scale, bfloat16 output
-    attention = 2 * hidden + 10 * (heads + kv_heads) * width + 8 * heads + 4 * kv_heads + 4 * width
-    return norms + attention + 2 * hidden + 8 * config.intermediate_size
+    norms = 2 * 4 + 3 * 2 * hidden  # two float32 scales, the second's input, both outputs
+    scales = 4 * (heads + kv_heads) + 4 * heads  # of the heads' norms and of attention
+    # queries and keys before their norms and rotated, the rotations, values, attention's output
+    attention = 6 * (heads + kv_heads) * width + 4 * width + scales
+    return norms + attention + 8 * config.intermediate_size
 
 
 def bytes_per_gpu(
@@ -99,7 +102,7 @@ def bytes_per_gpu(
     shard = sum(math.ceil(len(p) / gpus) * math.prod(p.shape[1:]) for p in tensors)
     layer = parameters(model.base_model.layers[0])
     root = parameters(model) - config.num_hidden_layers * layer  # embedding, last norm, head
-    chunk, _ = rollout.HEAD_ROWS["cuda"]
+    chunk = rollout.HEAD_ROWS["cuda"].gradient
     held = {
         "weights": 4 * shard,
         "gradients": 4 * shard,
@@ -107,8 +110,9 @@ def bytes_per_gpu(
         "gathered": 2 * parameters(model),
         "inputs": 2 * config.num_hidden_layers * hidden * micro_tokens,  # checkpointing keeps them
         "layer": micro_tokens * layer_bytes_per_token(config),
-        # a chunk of logits (float32, its gradient in bfloat16), the head's gradient
-        "head": 6 * chunk * words + 6 * words * hidden + 4 * micro_tokens * hidden,
+        # the weight's gradient in float32, and beside it a chunk of logits (float32, and bfloat16
+        # for their gradient) or, in the end, itself in bfloat16; the last states, their gradient
+        "head": words * (4 * hidden + max(6 * chunk, 2 * hidden)) + 4 * micro_tokens * hidden,
     }
     held["states"] = held["weights"] + held["gradients"] + held["adamw"]
     # The root's bfloat16 weights stay through the update; its gradient does from the head on.
@@ -329,7 +333,7 @@ STEP = (64, 2000)  # rows, and the tokens that each has
 
 
 class Count(TorchDispatchMode):
-    """Kernel launches and bytes moved by what runs on the meta device, attention included.
+    """Kernel launches and bytes moved by what runs on the meta device, as CUDA would run it.
 
     A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
     into a part of a tensor that part. Views and empty tensors are free.
@@ -344,18 +348,24 @@ class Count(TorchDispatchMode):
         self.launches = self.bytes = 0
 
     def __enter__(self):
-        self.attention = functional.scaled_dot_product_attention
+        self.own = functional.scaled_dot_product_attention, functional.rms_norm
         functional.scaled_dot_product_attention = self.fused_attention
+        functional.rms_norm = self.fused_norm
         return super().__enter__()
 
     def __exit__(self, *error):
-        functional.scaled_dot_product_attention = self.attention
+        functional.scaled_dot_product_attention, functional.rms_norm = self.own
         return super().__exit__(*error)
 
     def fused_attention(self, query, key, value, attn_mask=None, **_) -> torch.Tensor:
         """One kernel, as on CUDA; its output is as large as the query."""
         self.launch(query, query, key, value, *([] if attn_mask is None else [attn_mask]))
         return torch.empty_like(query)
+
+    def fused_norm(self, states, _shape, weight, _eps) -> torch.Tensor:
+        """One kernel, as on CUDA."""
+        self.launch(states, weight, states)
+        return torch.empty_like(states)
 
     def launch(self, *moved: torch.Tensor) -> None:
         self.launches += 1
@@ -402,7 +412,7 @@ def slots_of_text(model: Qwen3ForCausalLM, rows: int, length: int) -> Callable[[
 def counted_step() -> Count:
     """A step of Qwen3-1.7B in bfloat16."""
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(qwen3("1.7B")).eval().bfloat16()
+        model = fuse_norms(Qwen3ForCausalLM(qwen3("1.7B"))).eval().bfloat16()
         decode = slots_of_text(model, *STEP)
         with torch.no_grad():
             decode(1)  # makes the cache

@@ -77,7 +77,8 @@ def test_counted_step_holds_its_bars():
     """Nearly nothing is moved beside weights and cache, and the page has the sentence."""
     step, least = costs.counted_step(), 2 * 1_720_574_976 + 64 * 2000 * 28 * 2 * 8 * 128 * 2
     assert costs.least_step_bytes(costs.empty_model("1.7B"), 64 * 2000) == least
-    assert least < step.bytes <= 20e9 and step.launches <= 1675
+    assert least < step.bytes <= 19.2e9, "transformers before 5.23 copies keys and values"
+    assert step.launches <= 860
     assert costs.step_sentence(step) in (costs.ROOT / "docs" / "reference.md").read_text()
 
 
@@ -95,6 +96,10 @@ def test_count_knows_what_a_kernel_moves():
     assert costs.counted(write).bytes == 4 * 2 * (2 * 8)
     shared = costs.counted(lambda: a + b[:1, :8].expand(4, 8))
     assert shared.bytes == 4 * (4 * 8 + 8 + 4 * 8)
+    norm = torch.nn.RMSNorm(8, device="meta")
+    fused = costs.counted(lambda: norm(a))
+    assert (fused.launches, fused.bytes) == (1, 4 * (4 * 8 + 8 + 4 * 8))
+    assert norm(torch.ones(1, 8, device="meta")).shape == (1, 8)  # torch's own again
 
 
 # ---------------------------------------- memory
@@ -134,13 +139,25 @@ def test_shards_are_counted_to_the_byte(model):
         assert costs.bytes_per_gpu(model, gpus)["weights"] == shard
 
 
-def test_what_a_layer_saves_is_counted_to_the_byte(model):
+class SavesAsCUDA(torch.autograd.Function):
+    """RMSNorm that keeps for its backward what CUDA's kernel keeps."""
+
+    @staticmethod
+    def forward(ctx, states, weight, eps):
+        scale = (states.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(states, weight, scale)
+        return (states.float() * scale * weight.float()).to(states.dtype)
+
+
+def test_what_a_layer_saves_is_counted_to_the_byte(model, monkeypatch):
     """Autograd's saved tensors of one bfloat16 layer, each storage once, weights not counted."""
+    norm = lambda states, _shape, weight, eps: SavesAsCUDA.apply(states, weight, eps)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", norm)
     model, tokens = model.bfloat16().train(), 64
     layer = model.model.layers[0]
     inputs = torch.randn(1, tokens, model.config.hidden_size).bfloat16().requires_grad_()
     positions = model.model.rotary_emb(inputs, torch.arange(tokens)[None])
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    known = {t.untyped_storage().data_ptr() for t in (inputs, *model.parameters())}
     saved = {}
 
     def keep(tensor):
@@ -150,7 +167,7 @@ def test_what_a_layer_saves_is_counted_to_the_byte(model):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = layer(inputs, position_embeddings=positions)
-    found = sum(s.nbytes() for pointer, s in saved.items() if pointer not in weights)
+    found = sum(s.nbytes() for pointer, s in saved.items() if pointer not in known)
     held = costs.bytes_per_gpu(model, 1, micro_tokens=tokens)
     assert found == held["layer"]
     assert held["inputs"] == model.config.num_hidden_layers * output.nbytes
