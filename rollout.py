@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
 from support import distributed
-from support.decoding import CACHE_BLOCK, CHECK_EVERY, decoding_loop, until_stop
+from support.decoding import CHECK_EVERY, decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
 from support.norms import fuse_norms
 from support.progress import bar as progress_bar
@@ -74,6 +74,7 @@ def load_model(
 ) -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
     model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
+    check_positions(name, model)
     return fuse_norms(model).to(device).eval()
 
 
@@ -118,6 +119,21 @@ def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
     if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def check_positions(name: str, model: Model) -> None:
+    """Raise InputError where rotary frequencies depend on the longest row of a batch.
+
+    What one response is sampled and scored with would depend on the responses beside it.
+    """
+    found = [getattr(module, "rope_type", None) for module in model.modules()]
+    kinds = [kind for f in found if f for kind in (f.values() if isinstance(f, dict) else [f])]
+    for kind in kinds:
+        if "dynamic" in kind or kind == "longrope":
+            raise InputError(
+                f"{name}: its config.json has rope_type {kind!r}, rotary positions that depend on "
+                "the longest row of a batch, which is not supported"
+            )
 
 
 @torch.no_grad()
@@ -370,11 +386,13 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: f
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * itemsize
-    # While the cache grows, a layer's old and new tensor exist: another block covers that. Of each
-    # word there are two logits (2 and 4 bytes), the softmax and its sums (8 each). Top-p sorts
-    # before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's own buffers (32).
+    # The cache of slots is reserved whole. That of plain `generate` grows by a copy at each token:
+    # of one layer's keys or values at a time, for which the fifth of the memory that is left free
+    # is enough from two layers on, at any length.
+    # Of each word there are two logits (2 and 4 bytes), the softmax and its sums (8 each). Top-p
+    # sorts before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's buffers (32).
     per_word = 24 if top_p == 1 else 56
-    return per_token * (length + CACHE_BLOCK) + per_word * config.vocab_size
+    return per_token * rounded_up(length, 8) + per_word * config.vocab_size
 
 
 @contextlib.contextmanager
