@@ -1,6 +1,7 @@
 """The benchmark's twins do the same work as the code they time, and its sums are the tensors'."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,8 +76,9 @@ def test_step_does_the_same_work_as_trl():
 
 def test_counted_step_holds_its_bars():
     """Nearly nothing is moved beside weights and cache, and the page has the sentence."""
-    step, least = costs.counted_step(), 2 * 1_720_574_976 + 64 * 2000 * 28 * 2 * 8 * 128 * 2
-    assert costs.least_step_bytes(costs.empty_model("1.7B"), 64 * 2000) == least
+    model, least = costs.empty_model("1.7B"), 2 * 1_720_574_976 + 64 * 2000 * 28 * 2 * 8 * 128 * 2
+    assert costs.least_step_bytes(model, 64 * 2000) == least
+    step = costs.counted_step(model)
     assert least < step.bytes <= 19.2e9, "transformers before 5.23 copies keys and values"
     assert step.launches <= 860
     assert costs.step_sentence(step) in (costs.ROOT / "docs" / "reference.md").read_text()
@@ -209,17 +211,43 @@ def test_costs_by_hand():
     """64 responses on two GPUs that hold all of them, and every row of the simulation is full."""
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=4096)
     model, size = costs.empty_model("1.7B"), 1_720_574_976
-    slow_host = costs.cost(cfg, model, 2, costs.Card(80, 1e15, 1e18))
+    slow_host = costs.cost(cfg, model, 2, costs.Card(80, 1e15, 1e18), host=1e-3)
     assert slow_host.rows == 32 and slow_host.decoding_steps <= 4096
-    assert slow_host.sampling == pytest.approx(0.020 * slow_host.decoding_steps)
+    assert slow_host.sampling == pytest.approx(0.830 * slow_host.decoding_steps)
     scoring = 2 * size * (slow_host.tokens + 200) * 64 / (2 * 0.4 * 1e15)
     assert slow_host.scoring == pytest.approx(scoring)
     assert slow_host.update == pytest.approx((8 + 0.5 * 2 * 3 / 4) / 2 * scoring)
-    # memory that needs more than the host's 20 ms for the weights alone
-    slow_card = costs.cost(cfg, model, 2, costs.Card(80, 1e15, 2 * size / 0.1))
+    # memory that needs more than the host's time for the weights alone
+    slow_card = costs.cost(cfg, model, 2, costs.Card(80, 1e15, 2 * size / 0.1), host=1e-5)
     assert slow_card.sampling > 0.1 * slow_card.decoding_steps
     with pytest.raises(ValueError, match="does not fit on 1 x 24 GB"):
-        costs.cost(cfg, model, 1, costs.CARDS["RTX 4090"])
+        costs.cost(cfg, model, 1, costs.CARDS["RTX 4090"], host=1e-5)
+
+
+def test_a_decoding_step_by_hand():
+    """The host; the card with weights, small kernels, and attention over one row and over 64."""
+    model, card = costs.empty_model("1.7B"), costs.Card(80, 1e15, 2e12)
+    assert costs.step_seconds(model, card, host=1e-3)(64, 16000) == pytest.approx(0.830)
+    on_card, fixed = (
+        costs.step_seconds(model, card, host=0.0),
+        830 * 2e-6 + 2 * 1_720_574_976 / 2e12,
+    )
+    assert on_card(1, 16000) == pytest.approx(fixed + 28 * 0.58e-3)
+    assert on_card(64, 16000) == pytest.approx(fixed + 64 * 16000 * 28 * 2 * 8 * 128 * 2 / 2e12)
+
+
+def test_recipes_say_what_is_counted():
+    for run, machines in costs.RUNS.items():
+        text = re.sub(r"\s+#?\s*", " ", (costs.ROOT / "recipes" / run).read_text())
+        (cfg, model), (gpus, card) = costs.load_run(run), machines[1 if run == costs.PAPER else 0]
+        peak = costs.bytes_per_gpu(model, gpus)["update"] / 1e9
+        low, high = (
+            costs.cost(cfg, model, gpus, costs.CARDS[card], host) for host in costs.HOST_SECONDS
+        )
+        longest = cfg.max_prompt_tokens + cfg.max_new_tokens
+        assert f"up to {peak:.1f} GB" in text and f" {low.rows} rows of {longest:,} tokens" in text
+        digits = 0 if low.seconds > 600 else 1
+        assert costs.span(low.seconds / 60, high.seconds / 60, digits) in text, run
 
 
 def test_tables_have_every_row_and_every_recipe_fits_on_its_cards():
