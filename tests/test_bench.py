@@ -1,10 +1,8 @@
 """The benchmark's twins do the same work as the code they time, and its sums are the tensors'."""
 
 import importlib.util
+import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import bench
 import costs
@@ -20,7 +18,9 @@ def total_bytes(tensors) -> int:
 
 
 @pytest.fixture(autouse=True)
-def bench_on_the_cpu(monkeypatch):
+def bench_on_the_cpu(monkeypatch, request):
+    if "cuda" in request.node.name:
+        return
     monkeypatch.setattr(bench, "CUDA", False)
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
 
@@ -68,7 +68,7 @@ def test_both_rollouts_obey_the_schedule_and_sample_the_words(model):
 
 @pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed")
 def test_step_does_the_same_work_as_trl():
-    assert bench.step(quick=True)[0]["value"] > 0
+    assert next(bench.step(quick=True))["value"] > 0
 
 
 # ---------------------------------------- the counted step
@@ -261,10 +261,19 @@ def test_tables_have_every_row_and_every_recipe_fits_on_its_cards():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none is here")
-def test_cuda_benchmarks():
-    """Every pair at full size, and the table: `pytest -s -k cuda` runs all that needs a GPU."""
-    command = [sys.executable, str(Path(bench.__file__))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
-    print(f"\n{done.stdout}")
-    assert done.returncode == 0
-    assert "measured / counted" in done.stdout and "TB a second" in done.stdout
+@pytest.mark.parametrize("name", bench.BENCHES)
+def test_cuda_benchmark(name, monkeypatch):
+    """Every pair at full size: `pytest -s -k cuda` prints each number as soon as it is there."""
+    reasons, values = [], []
+    monkeypatch.setattr(bench, "left_out", lambda what, why: reasons.append(f"{what}: {why}"))
+    bench.distributed.start()
+    try:
+        for line in bench.BENCHES[name](quick=False):
+            print(f"\n{bench.table_line(line, bars=False)}", end="", flush=True)
+            values.append(line["value"])
+    finally:
+        bench.distributed.finish()
+    print(*("", *reasons), sep="\n")
+    if not values:
+        pytest.skip("; ".join(reasons))
+    assert all(map(math.isfinite, values))
