@@ -35,8 +35,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
 from support import distributed
-from support.decoding import CACHE_BLOCK, CHECK_EVERY, decoding_loop, until_stop
+from support.decoding import CHECK_EVERY, decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
+from support.norms import fuse_norms
 from support.progress import bar as progress_bar
 from support.progress import quiet_datasets, say, track
 from support.seeds import mix_seed
@@ -73,7 +74,8 @@ def load_model(
 ) -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
     model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
-    return model.to(device).eval()
+    check_positions(name, model)
+    return fuse_norms(model).to(device).eval()
 
 
 def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
@@ -117,6 +119,21 @@ def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
     if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def check_positions(name: str, model: Model) -> None:
+    """Raise InputError where rotary frequencies depend on the longest row of a batch.
+
+    What one response is sampled and scored with would depend on the responses beside it.
+    """
+    found = [getattr(module, "rope_type", None) for module in model.modules()]
+    kinds = [kind for f in found if f for kind in (f.values() if isinstance(f, dict) else [f])]
+    for kind in kinds:
+        if "dynamic" in kind or kind == "longrope":
+            raise InputError(
+                f"{name}: its config.json has rope_type {kind!r}, rotary positions that depend on "
+                "the longest row of a batch, which is not supported"
+            )
 
 
 @torch.no_grad()
@@ -369,11 +386,13 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: f
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * itemsize
-    # While the cache grows, a layer's old and new tensor exist: another block covers that. Of each
-    # word there are two logits (2 and 4 bytes), the softmax and its sums (8 each). Top-p sorts
-    # before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's own buffers (32).
+    # The cache of slots is reserved whole. That of plain `generate` grows by a copy at each token:
+    # of one layer's keys or values at a time, for which the fifth of the memory that is left free
+    # is enough from two layers on, at any length.
+    # Of each word there are two logits (2 and 4 bytes), the softmax and its sums (8 each). Top-p
+    # sorts before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's buffers (32).
     per_word = 24 if top_p == 1 else 56
-    return per_token * (length + CACHE_BLOCK) + per_word * config.vocab_size
+    return per_token * rounded_up(length, 8) + per_word * config.vocab_size
 
 
 @contextlib.contextmanager
@@ -459,13 +478,15 @@ def forward(
 ) -> tuple[TokenStats, torch.Tensor]:
     """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
     batch = batch or [Response([0], [0], False, "")]
-    input_ids, attention_mask, mask = pad_batch(batch, model.device)
-    return model.token_stats(input_ids, attention_mask, mask, logp_only=logp_only), mask
+    input_ids, _, mask = pad_batch(batch)
+    count = int(mask[:, 1:].sum())  # asked here, on the CPU: asking a GPU waits for all its work
+    input_ids, mask = (t.to(model.device, non_blocking=True) for t in (input_ids, mask))
+    return model.token_stats(input_ids, None, mask, count=count, logp_only=logp_only), mask
 
 
 def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
     """Ragged (T_i,) rows -> a tensor of mask's shape: the rows where mask is True, 0 elsewhere."""
-    flat = torch.cat(rows).to(mask.device)
+    flat = torch.cat(rows).to(mask.device, non_blocking=True)
     return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
 
 
@@ -489,36 +510,41 @@ def score(model: Model, responses: list[Response], budget: int) -> list[TokenSta
 def token_stats(
     model: Model,
     input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     response_mask: torch.Tensor,
     *,
     chunk: int | None = None,
     logp_only: bool = False,
+    count: int | None = None,
 ) -> TokenStats:
     """Log-probability, entropy and collision probability of every response token.
 
-    input_ids (B, L) long; attention_mask, response_mask (B, L) bool, padding on either side.
+    input_ids (B, L) long; attention_mask, response_mask (B, L) bool, padding on either side. The
+    attention mask may be None where padding is on the right alone.
     Returns logp (ln, with gradient), entropy (nats) and collision (sum of squared probabilities):
     each (B, L) float32, aligned with input_ids (column t is about token t, predicted from the
     tokens before it) and 0 outside response_mask. Temperature 1, full vocabulary. With
-    `logp_only` the other two are None and take no time.
+    `logp_only` the other two are None and take no time. `count`: how many are True in
+    response_mask, its first column left out; without it a GPU is asked, which waits for its work.
     """
     predicted = response_mask.clone()
     predicted[:, 0] = False  # nothing comes before the first token
+    count = int(predicted.sum()) if count is None else count
+    rows, columns = predicted.nonzero_static(size=count).unbind(1)  # (N,) each
     # Under causal attention a token never sees padding to its right, so right padding needs no
     # mask; positions count real tokens, so left padding does not shift them.
-    left_padded = not bool(attention_mask[:, 0].all())
+    left_padded = attention_mask is not None and not bool(attention_mask[:, 0].all())
     hidden = model.base_model(
         input_ids,
         attention_mask=attention_mask.long() if left_padded else None,
         position_ids=(attention_mask.long().cumsum(1) - 1).clamp(min=0) if left_padded else None,
         use_cache=False,
     ).last_hidden_state  # (B, L, H)
-    hidden = hidden[:, :-1][predicted[:, 1:]]  # (N, H): the states that predict response tokens
-    weight = model.get_output_embeddings().weight  # (V, H)
-    stats = head_stats(hidden, weight, input_ids[predicted], chunk=chunk, logp_only=logp_only)
+    hidden = hidden[rows, columns - 1]  # (N, H): the states that predict response tokens
+    weight, targets = model.get_output_embeddings().weight, input_ids[rows, columns]  # (V, H), (N,)
+    stats = head_stats(hidden, weight, targets, chunk=chunk, logp_only=logp_only)
     empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    return TokenStats(*(None if s is None else empty.masked_scatter(predicted, s) for s in stats))
+    return TokenStats(*(None if s is None else empty.index_put((rows, columns), s) for s in stats))
 
 
 @torch.no_grad()
@@ -536,7 +562,7 @@ def likeliest(
     hidden = hidden[0, -count - 1 : -1]  # (count, H): the states that predict those places
     weight = model.get_output_embeddings().weight  # (V, H)
     probabilities, words = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
-    chunk, _ = head_rows(hidden.device)
+    chunk = head_rows(hidden.device).logits
     for i in range(0, count, chunk):
         logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
         top = logits.topk(k)  # (C, k)
@@ -559,12 +585,22 @@ def sampling_gap(
     return d.mean(), d.sum() / d.square().sum().sqrt()
 
 
-# Tokens whose logits exist at a time, and of these the rows whose softmax does. Larger ones launch
-# fewer kernels, which is what counts on a GPU; smaller ones stay in a CPU's caches.
-HEAD_ROWS = {"cpu": (256, 32), "cuda": (384, 128)}
+class HeadRows(NamedTuple):
+    """Tokens whose logits exist at a time.
+
+    Large parts launch fewer kernels, which is what counts on a GPU; small ones stay in a CPU's
+    caches.
+    """
+
+    logits: int  # in a forward
+    softmax: int  # of these, those whose softmax exists
+    gradient: int  # in a backward, which reads and writes the weight's whole gradient for each part
 
 
-def head_rows(device: torch.device) -> tuple[int, int]:
+HEAD_ROWS = {"cpu": HeadRows(256, 32, 256), "cuda": HeadRows(384, 128, 1536)}
+
+
+def head_rows(device: torch.device) -> HeadRows:
     return HEAD_ROWS["cpu" if device.type == "cpu" else "cuda"]
 
 
@@ -582,23 +618,23 @@ def head_stats(
     float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
     to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_ROWS).
     """
-    default, block = head_rows(hidden.device)
-    stats = HeadStats.apply(hidden, weight, targets, chunk or default, block, logp_only)
-    return TokenStats(*stats)
+    sizes = head_rows(hidden.device)
+    sizes = sizes._replace(logits=chunk, gradient=chunk) if chunk else sizes
+    return TokenStats(*HeadStats.apply(hidden, weight, targets, sizes, logp_only))
 
 
 class HeadStats(torch.autograd.Function):
     """Softmax statistics with a backward that recomputes each chunk of logits."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk, block_rows, logp_only):
+    def forward(ctx, hidden, weight, targets, sizes, logp_only):
         empty = hidden.new_empty(len(targets), dtype=torch.float32)
         logp, entropy, collision, lse = (torch.empty_like(empty) for _ in range(4))
-        for i in range(0, len(targets), chunk):
-            logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
+        for i in range(0, len(targets), sizes.logits):
+            logits = float32_logits(hidden[i : i + sizes.logits], weight)  # (C, V) float32
             # few rows at a time, so that pi is a small second buffer beside the logits
-            for j, block in enumerate(logits.split(block_rows)):
-                rows = slice(i + j * block_rows, i + j * block_rows + len(block))
+            for j, block in enumerate(logits.split(sizes.softmax)):
+                rows = slice(i + j * sizes.softmax, i + j * sizes.softmax + len(block))
                 lse[rows] = block.logsumexp(-1)
                 chosen = block.gather(1, targets[rows, None]).squeeze(1)
                 logp[rows] = chosen - lse[rows]
@@ -610,7 +646,7 @@ class HeadStats(torch.autograd.Function):
                     del probs
             del logits, block  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunk = chunk
+        ctx.rows = sizes.gradient
         if logp_only:
             return logp, None, None
         ctx.mark_non_differentiable(entropy, collision)
@@ -621,8 +657,8 @@ class HeadStats(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for i in range(0, len(targets), ctx.chunk):
-            rows = slice(i, i + ctx.chunk)
+        for i in range(0, len(targets), ctx.rows):
+            rows = slice(i, i + ctx.rows)
             # d logp / d logits = onehot - pi
             grad = float32_logits(hidden[rows], weight).sub_(lse[rows, None]).exp_().neg_()
             grad.scatter_add_(1, targets[rows, None], torch.ones_like(grad[:, :1]))
@@ -631,7 +667,7 @@ class HeadStats(torch.autograd.Function):
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])
             del grad
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -460,7 +460,8 @@ def batch_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a micro-batch under --method, and its ratio sums. logp, mask (B, L)."""
     old_logp = pad_like([e.old.logp for e in batch], mask)
-    advantages = torch.tensor([e.advantage for e in batch], device=mask.device)
+    advantages = torch.tensor([e.advantage for e in batch])
+    advantages = advantages.to(mask.device, non_blocking=True)
     eps_high = cfg.eps_low if cfg.method == "grpo" else cfg.eps_high
     clip = {"eps_low": cfg.eps_low, "eps_high": eps_high}
     sums = ratio_sums(logp, old_logp, advantages, mask, **clip)

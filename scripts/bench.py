@@ -1,17 +1,19 @@
 """Speed and memory, measured in pairs that do the same work in turn, as ratios.
 
-    python scripts/bench.py                       # head update rollout step memory
+    python scripts/bench.py                       # head update rollout decoding step memory
     python scripts/bench.py update step --quick   # small shapes: what the tests run; no bar applies
 
 `head`, `update` and `rollout` run this project's code beside a plain twin that computes the same
 (it is checked to), `step` beside TRL's trainer where trl is installed. A CPU runs on one thread. A
-ratio is the median over pairs. `memory` measures on a GPU what costs.py counts.
+ratio is the median over pairs. `decoding` and `memory` measure on a GPU what costs.py counts. What
+a GPU has no memory for is left out, and its size is said.
 """
 
 import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import math
@@ -38,6 +40,7 @@ import rollout
 import stapo
 from rollout import Response, head_stats
 from support import decoding, distributed
+from support.norms import fuse_norms
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -66,7 +69,7 @@ def random_model(config: Qwen3Config) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
     with DEVICE:
-        return rollout.with_methods(Qwen3ForCausalLM(config).eval())
+        return rollout.with_methods(fuse_norms(Qwen3ForCausalLM(config)).eval())
 
 
 # ---------------------------------------- measuring
@@ -107,6 +110,16 @@ def row(what: str, value: float, *, least: float = 0.0, most: float = math.inf) 
 
 def left_out(what: str, why: str) -> None:
     print(f"{what} is left out: {why}", file=sys.stderr)
+
+
+def fits(what: str, gb: float) -> bool:
+    """Whether the GPU has so much memory free, once what was measured before is dropped."""
+    gc.collect()  # a model with methods holds itself
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 1e9
+    if free < gb:
+        left_out(what, f"it needs {gb:.0f} GB of GPU memory, and {free:.0f} GB are free")
+    return free >= gb
 
 
 def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
@@ -183,22 +196,23 @@ def head_error(words: int, width: int) -> float:
     return max(error(a.double(), b) for a, b in pairs)
 
 
-def head(quick: bool) -> list[dict]:
+def head(quick: bool) -> Iterator[dict]:
     tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
+    if CUDA and not quick and not fits("head", 14):
+        return
     small, plain = (fresh_head_memory(name, (tokens, words, width)) for name in ("ours", "plain"))
     inputs = head_inputs(tokens // 4, words, width)  # time grows in proportion to the tokens
     ours, twin, logp_only = (functools.partial(run_head, name, inputs) for name in HEADS)
     if not all(a.equal(b) for a, b in zip(ours()[:3], logp_only()[:3], strict=True)):
         raise RuntimeError("logp_only changes the gradients or the log-probabilities")
     repeats = 1 if quick else 3
-    share, worst = 1 / in_turn(logp_only, ours, repeats), head_error(words, width)
     shape = f"{tokens:,} tokens x {words:,} words x {width:,}"
-    return [
-        row(f"head, {shape}: extra memory, plain / ours", plain / small, least=25),
-        row("head: time, ours / plain", 1 / in_turn(ours, twin, repeats), most=1.1),
-        row("head: time, logp_only / with entropy and collision", share, most=1),
-        row("head: largest relative error, values and gradients", worst, most=1e-5),
-    ]
+    yield row(f"head, {shape}: extra memory, plain / ours", plain / small, least=25)
+    yield row("head: time, ours / plain", 1 / in_turn(ours, twin, repeats), most=1.1)
+    share = 1 / in_turn(logp_only, ours, repeats)
+    yield row("head: time, logp_only / with entropy and collision", share, most=1)
+    worst = head_error(words, width)
+    yield row("head: largest relative error, values and gradients", worst, most=1e-5)
 
 
 # ---------------------------------------- update: no wasted tokens
@@ -243,7 +257,7 @@ def plain_update(
     optimizer.step()
 
 
-def update(quick: bool) -> list[dict]:
+def update(quick: bool) -> Iterator[dict]:
     model = random_model(small_shape(quick))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     lengths = log_normal_lengths(80, *((20, 60) if quick else (300, 1024)))
@@ -261,15 +275,12 @@ def update(quick: bool) -> list[dict]:
     twin = functools.partial(plain_update, model, optimizer, episodes, selection, cfg)
     statistics_pass = functools.partial(stapo.statistics_pass, model, episodes, cfg)
     repeats = 1 if quick else 5
-    faster = in_turn(ours, twin, repeats)
-    difference = error(*gradients[-2:])
     what = "update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up"
+    yield row(what, in_turn(ours, twin, repeats), least=4)
+    difference = error(*gradients[-2:])
+    yield row("update: relative difference of the gradient", difference, most=1e-5)
     share = in_turn(ours, statistics_pass, repeats)
-    return [
-        row(what, faster, least=4),
-        row("update: relative difference of the gradient", difference, most=1e-5),
-        row("statistics pass / update, half of the trained right", share, most=0.15),
-    ]
+    yield row("statistics pass / update, half of the trained right", share, most=0.15)
 
 
 # ---------------------------------------- rollout: slots that are filled again
@@ -336,9 +347,11 @@ def plain_sample(
     return rows
 
 
-def rollouts(quick: bool) -> list[dict]:
+def rollouts(quick: bool) -> Iterator[dict]:
     """As many responses as slots, then four times as many: freed slots are filled again."""
-    table, large = [], CUDA and not quick
+    large = CUDA and not quick
+    if large and not fits("rollout", 14):
+        return
     slots, median, longest = (8, 20, 60) if quick else (96, 79, 256)
     model = random_model(qwen3("1.7B") if large else small_shape(quick))
     model = model.bfloat16() if large else model
@@ -362,22 +375,24 @@ def rollouts(quick: bool) -> list[dict]:
         if not sampled["ours"] == sampled["twin"] == lengths:
             raise RuntimeError(f"the two rollouts did not do the same work: {sampled}, {lengths}")
         what = f"rollout, {count} responses up to {longest} in {slots} slots: speed-up"
-        table.append(row(what, faster, least=2.0 if count == slots else 2.4))
-    return table + (decoding_step() if large else [])
+        yield row(what, faster, least=2.0 if count == slots else 2.4)
 
 
-def decoding_step() -> list[dict]:
-    """On a GPU: how long the step takes that costs.py counts."""
+def decoding_step(quick: bool) -> Iterator[dict]:
+    """How long a GPU takes for the step that costs.py counts."""
+    if not CUDA or quick:
+        left_out("decoding step", "it needs a GPU and full shapes")
+        return
+    if not fits("decoding step", 20):
+        return
     model, (rows, length) = random_model(qwen3("1.7B")).bfloat16(), costs.STEP
     with torch.inference_mode():
         decode = costs.slots_of_text(model, rows, length)
         decode(8)
         taken = min(seconds(lambda: decode(32)) / 32 for _ in range(3))
+    yield row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken)
     read = costs.least_step_bytes(model, rows * length) / 1e12
-    return [
-        row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken),
-        row("decoding step: weights and cache read, TB a second", read / taken),
-    ]
+    yield row("decoding step: weights and cache read, TB a second", read / taken)
 
 
 # ---------------------------------------- step: against TRL's trainer
@@ -434,12 +449,14 @@ def train_with_trl(
     return ratios
 
 
-def step(quick: bool) -> list[dict]:
+def step(quick: bool) -> Iterator[dict]:
     """A rollout batch of 8 x 8 responses and its four optimiser steps, statistics pass included."""
     if importlib.util.find_spec("trl") is None:
         left_out("step", "trl is not installed (pip install trl)")
-        return []
+        return
     large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
+    if large and not fits("step", 70):  # two models of 1.7B in training
+        return
     longest = 1024 if large else 40 if quick else 256
     lengths = log_normal_lengths(64, 300 if large else 15 if quick else 79, longest)
     mine, peer = (random_model(qwen3("1.7B") if large else small_shape(quick)) for _ in "ab")
@@ -487,31 +504,38 @@ def step(quick: bool) -> list[dict]:
     if set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
         raise RuntimeError(f"the two trainers did not do the same work: {tokens}")
     what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
-    return [row(what, statistics.median(ratios[1:]), least=2)]  # the first turn warms up
+    yield row(what, statistics.median(ratios[1:]), least=2)  # the first turn warms up
 
 
 # ---------------------------------------- memory: the peak of an update beside its count
 
 
-def memory(quick: bool) -> list[dict]:
+def memory(quick: bool) -> Iterator[dict]:
     if not CUDA or quick:
         left_out("memory", "it needs a GPU and full shapes")
-        return []
-    model = random_model(qwen3("1.7B"))
+        return
+    for name in ("0.6B", "1.7B"):
+        counted = costs.bytes_per_gpu(costs.empty_model(name), 1)["update"]
+        if fits(f"memory, {name}", counted / 0.95e9):
+            yield from peak_of_an_update(name, qwen3(name), rows=16)
+
+
+def peak_of_an_update(name: str, config: Qwen3Config, rows: int) -> Iterator[dict]:
+    """Of a micro-batch of so many rows of 1,024 tokens."""
+    before = torch.cuda.memory_allocated()
+    model = random_model(config)
+    counted = costs.bytes_per_gpu(model, 1, micro_tokens=1024 * rows)["update"]
     distributed.shard(model, rollout.METHODS)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    episodes = random_episodes(model, [1008] * 16, zero_groups=0)  # 16 x 1,024 = 16,384 tokens
-    selection = stapo.make_selection(episodes, [e.old for e in episodes], stapo.Config())
+    episodes, cfg = random_episodes(model, [1008] * rows, zero_groups=0), stapo.Config()
+    selection = stapo.make_selection(episodes, [e.old for e in episodes], cfg)
     for _ in range(2):  # the first makes AdamW's states
         torch.cuda.reset_peak_memory_stats()
-        stapo.update(model, optimizer, episodes, selection, stapo.Config())
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    sums = costs.bytes_per_gpu(model, 1)["update"]
-    return [
-        row("peak of an update, 1.7B on one GPU, measured / counted", peak / sums),
-        row("the same: reserved / allocated", reserved / peak),
-    ]
+        stapo.update(model, optimizer, episodes, selection, cfg)
+    peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+    yield row(f"peak of an update, {name} on one GPU, measured / counted", peak / counted)
+    yield row("the same: reserved / allocated", reserved / (peak + before))
 
 
 # ---------------------------------------- the table
@@ -537,7 +561,8 @@ def versions() -> str:
     return f"{processor()}; {found}; {datetime.date.today()}"
 
 
-BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step, "memory": memory}
+BENCHES = {"head": head, "update": update, "rollout": rollouts, "decoding": decoding_step}
+BENCHES |= {"step": step, "memory": memory}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ The models' shapes are the published ones, the flags those of stapo.py and of re
 figures those of their data sheets. What else is assumed stands above each table.
 """
 
+import copy
 import functools
 import math
 import re
@@ -27,6 +28,7 @@ import rollout  # noqa: E402
 import stapo  # noqa: E402
 from support import decoding  # noqa: E402
 from support.bookkeeping import parse_flags  # noqa: E402
+from support.norms import fuse_norms  # noqa: E402
 
 # ---------------------------------------- models
 
@@ -53,9 +55,9 @@ def qwen3(name: str) -> Qwen3Config:
 
 @functools.cache
 def empty_model(name: str) -> Qwen3ForCausalLM:
-    """The published model without its weights."""
+    """The published model without its weights, as a program here loads it."""
     with torch.device("meta"):
-        return Qwen3ForCausalLM(qwen3(name)).eval()
+        return fuse_norms(Qwen3ForCausalLM(qwen3(name))).eval()
 
 
 def parameters(model: Qwen3ForCausalLM) -> int:
@@ -76,12 +78,14 @@ def least_step_bytes(model: Qwen3ForCausalLM, tokens: int) -> int:
 
 
 def layer_bytes_per_token(config: Qwen3Config) -> int:
-    """What one decoder layer saves for its backward in bfloat16, its input not counted."""
+    """What one decoder layer saves for its backward in bfloat16 on CUDA, its input not counted."""
     hidden, width = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    norms = 2 * (4 * hidden + 4 + 2 * hidden)  # float32 input and scale, bfloat16 output
-    attention = 2 * hidden + 10 * (heads + kv_heads) * width + 8 * heads + 4 * kv_heads + 4 * width
-    return norms + attention + 2 * hidden + 8 * config.intermediate_size
+    norms = 2 * 4 + 3 * 2 * hidden  # two float32 scales, the second's input, both outputs
+    scales = 4 * (heads + kv_heads) + 4 * heads  # of the heads' norms and of attention
+    # queries and keys before their norms and rotated, the rotations, values, attention's output
+    attention = 6 * (heads + kv_heads) * width + 4 * width + scales
+    return norms + attention + 8 * config.intermediate_size
 
 
 def bytes_per_gpu(
@@ -99,7 +103,7 @@ def bytes_per_gpu(
     shard = sum(math.ceil(len(p) / gpus) * math.prod(p.shape[1:]) for p in tensors)
     layer = parameters(model.base_model.layers[0])
     root = parameters(model) - config.num_hidden_layers * layer  # embedding, last norm, head
-    chunk, _ = rollout.HEAD_ROWS["cuda"]
+    chunk = rollout.HEAD_ROWS["cuda"].gradient
     held = {
         "weights": 4 * shard,
         "gradients": 4 * shard,
@@ -107,8 +111,9 @@ def bytes_per_gpu(
         "gathered": 2 * parameters(model),
         "inputs": 2 * config.num_hidden_layers * hidden * micro_tokens,  # checkpointing keeps them
         "layer": micro_tokens * layer_bytes_per_token(config),
-        # a chunk of logits (float32, its gradient in bfloat16), the head's gradient
-        "head": 6 * chunk * words + 6 * words * hidden + 4 * micro_tokens * hidden,
+        # the weight's gradient in float32, and beside it a chunk of logits (float32, and bfloat16
+        # for their gradient) or, in the end, itself in bfloat16; the last states, their gradient
+        "head": words * (4 * hidden + max(6 * chunk, 2 * hidden)) + 4 * micro_tokens * hidden,
     }
     held["states"] = held["weights"] + held["gradients"] + held["adamw"]
     # The root's bfloat16 weights stay through the update; its gradient does from the head on.
@@ -204,18 +209,26 @@ RUNS = {  # files in recipes/
     "qwen3-1.7b-one-80gb": [(1, "A100"), (1, "H100"), (1, "H200")],
     "qwen3-8b-eight-80gb": [(8, "A100"), (8, "H100"), (8, "H200")],
 }
-HOST_SECONDS = 0.020 / 28  # of a decoding step, for each layer
+HOST_SECONDS = (12e-6, 19e-6)  # of a kernel's launch in a decoding step: a guess, from and to
+KERNEL_SECONDS = 2e-6  # of the card, for each kernel beside what it moves: a guess
+# Of a layer's attention for each token of the longest row, where rows are few: an estimate. With a
+# mask one block of threads walks along all keys of a row and head.
+ATTENTION_SECONDS = 0.58e-3 / 16000
 PROMPT = 200  # tokens
 SHARE = 0.4  # of a card's peak, in scoring and in updates
 COSTS = """Costs are counted from these assumptions; nothing of this was measured on a GPU.
-A decoding step takes the host 20 ms for 28 layers, or the card as long as reading weights and
-cache once takes, whichever is more. Response lengths are log-normal (median a fifth of
---max_new_tokens, sigma 1, cut), prompts have 200 tokens; as many rows are decoded at a time as
-fit, and the slowest rank counts. A parameter and token cost 2 operations to score and 8 to update,
-and before every mini-batch but the first the right half is scored again: at 40 % of the card's
-published dense bfloat16 peak. No group has A = 0. Evaluations, grading, communication between GPUs
-and checkpoints are not counted. GB: to download, the weights; on disk, these and the checkpoints.
-A run that ends its responses later than assumed costs more, in proportion to the decoding steps."""
+A decoding step takes as long as the host or the card, whichever is slower. The host launches each
+kernel in 12 to 19 microseconds (a guess, and the reason for each range below; 28 layers launch
+830). The card reads all weights, and of every row as many keys and values as the longest row has,
+at its published bandwidth; a layer's attention takes it at least 0.58 ms for 16,000 of them,
+however few the rows (an estimate), and each kernel 2 microseconds beside that (a guess).
+Response lengths are log-normal (median a fifth of --max_new_tokens, sigma 1, cut), prompts have 200
+tokens; as many rows are decoded at a time as fit, and the slowest rank counts. A parameter and
+token cost 2 operations to score and 8 to update, and before every mini-batch but the first the
+right half is scored again: at 40 % of the card's published dense bfloat16 peak. No group has A = 0.
+Evaluations, grading, communication between GPUs and checkpoints are not counted. GB: to download,
+the weights; on disk, these and the checkpoints. A run that ends its responses later than assumed
+costs more, in proportion to the decoding steps."""
 
 
 def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
@@ -261,8 +274,24 @@ class Cost(NamedTuple):
         return self.sampling + self.scoring + self.update
 
 
-def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> Cost:
-    """Raises ValueError where the run does not fit on the cards."""
+def step_seconds(model: Qwen3ForCausalLM, card: Card, host: float) -> Callable[[int, int], float]:
+    """Seconds of a decoding step with so many rows, the longest of so many tokens.
+
+    host: seconds that it takes to launch a kernel.
+    """
+    kernels, layers = launches(model), model.config.num_hidden_layers
+    fixed = kernels * KERNEL_SECONDS + 2 * parameters(model) / card.bandwidth
+
+    def seconds(rows: int, longest: int) -> float:
+        cache = rows * longest * cache_bytes(model.config) / card.bandwidth
+        attention = max(cache, layers * longest * ATTENTION_SECONDS)
+        return max(kernels * host, fixed + attention)
+
+    return seconds
+
+
+def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card, host: float) -> Cost:
+    """host: seconds of a launch. Raises ValueError where the run does not fit on the cards."""
     held = bytes_per_gpu(model, gpus, cfg.tokens_per_micro_batch)
     longest = cfg.max_prompt_tokens + cfg.max_new_tokens
     free = 1e9 * card.gb - held["rollout"]
@@ -272,14 +301,9 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> C
     count = cfg.batch_size * cfg.group_size
     lengths = log_normal_lengths(count, cfg.max_new_tokens / 5, cfg.max_new_tokens, sigma=1.0)
 
-    host = HOST_SECONDS * model.config.num_hidden_layers
-    weights, cache = 2 * parameters(model), cache_bytes(model.config)
-
-    def step_seconds(running: int, length: int) -> float:
-        return max(host, (weights + running * length * cache) / card.bandwidth)
-
     shares = [lengths[rank::gpus] for rank in range(gpus)]
-    sampling, steps = max(rollout_time(share, rows, step_seconds) for share in shares)
+    of_step = step_seconds(model, card, host)
+    sampling, steps = max(rollout_time(share, rows, of_step) for share in shares)
     tokens = sum(lengths) + PROMPT * count
     scoring = 2 * parameters(model) * tokens / (SHARE * card.flops * gpus)
     statistics_pass = 0.5 * (1 - cfg.mini_batch_size / cfg.batch_size) * scoring
@@ -294,6 +318,13 @@ def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
     return cfg, empty_model(re.search(r"Qwen3-([\d.]+B)", cfg.model)[1])
 
 
+def span(low: float, high: float, digits: int = 1) -> str:
+    """A range as text; one number where both print alike."""
+    low, high = f"{low:,.{digits}f}", f"{high:,.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+@functools.cache
 def costs_table() -> str:
     heading = ["run", "GPUs", "responses x mean tokens", "rows", "decoding steps"]
     heading += ["minutes a step: sampling + scoring + update", "steps", "hours"]
@@ -303,22 +334,24 @@ def costs_table() -> str:
         cfg, model = load_run(run)
         weights = 2e-9 * parameters(model)
         for gpus, card in machines:
-            found = cost(cfg, model, gpus, CARDS[card])
-            parts = (found.sampling, found.scoring, found.update, found.seconds)
-            minutes = "{:.1f} + {:.1f} + {:.1f} = {:.1f}".format(*(part / 60 for part in parts))
-            cells = [run, f"{gpus} x {card}", f"{found.responses:,} x {found.tokens:,.0f}"]
-            cells += [f"{found.rows}", f"{found.decoding_steps:,}", minutes, f"{cfg.steps:,}"]
-            hours = cfg.steps * found.seconds / 3600
-            cells += [f"{hours:,.{0 if hours > 100 else 1}f}", f"{weights:.1f}"]
+            low, high = (cost(cfg, model, gpus, CARDS[card], host) for host in HOST_SECONDS)
+            sampling = span(low.sampling / 60, high.sampling / 60)
+            minutes = f"{sampling} + {low.scoring / 60:.1f} + {low.update / 60:.1f} = "
+            minutes += span(low.seconds / 60, high.seconds / 60)
+            cells = [run, f"{gpus} x {card}", f"{low.responses:,} x {low.tokens:,.0f}"]
+            cells += [f"{low.rows}", f"{low.decoding_steps:,}", minutes, f"{cfg.steps:,}"]
+            hours = [cfg.steps * found.seconds / 3600 for found in (low, high)]
+            cells += [span(*hours, digits=0 if hours[1] > 100 else 1), f"{weights:.1f}"]
             rows.append([*cells, f"{weights * (1 + 6 * (cfg.keep_last + 1)):.0f}"])
     return markdown(heading, rows)
 
 
 def compared() -> str:
     """The count of the paper's run beside the paper's own figure."""
-    hours = 64 * cost(*load_run(PAPER), 64, CARDS["H20"]).seconds / 3600
+    run, card = load_run(PAPER), CARDS["H20"]
+    hours = (64 * cost(*run, 64, card, host).seconds / 3600 for host in HOST_SECONDS)
     return (
-        f"On the paper's 64 H20 this makes {hours:.1f} GPU-hours a step; its 5 to 7 days for "
+        f"On the paper's 64 H20 this makes {span(*hours)} GPU-hours a step; its 5 to 7 days for "
         f"3,000 steps are 2.6 to 3.6."
     )
 
@@ -329,7 +362,7 @@ STEP = (64, 2000)  # rows, and the tokens that each has
 
 
 class Count(TorchDispatchMode):
-    """Kernel launches and bytes moved by what runs on the meta device, attention included.
+    """Kernel launches and bytes moved by what runs on the meta device, as CUDA would run it.
 
     A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
     into a part of a tensor that part. Views and empty tensors are free.
@@ -344,18 +377,24 @@ class Count(TorchDispatchMode):
         self.launches = self.bytes = 0
 
     def __enter__(self):
-        self.attention = functional.scaled_dot_product_attention
+        self.own = functional.scaled_dot_product_attention, functional.rms_norm
         functional.scaled_dot_product_attention = self.fused_attention
+        functional.rms_norm = self.fused_norm
         return super().__enter__()
 
     def __exit__(self, *error):
-        functional.scaled_dot_product_attention = self.attention
+        functional.scaled_dot_product_attention, functional.rms_norm = self.own
         return super().__exit__(*error)
 
     def fused_attention(self, query, key, value, attn_mask=None, **_) -> torch.Tensor:
         """One kernel, as on CUDA; its output is as large as the query."""
         self.launch(query, query, key, value, *([] if attn_mask is None else [attn_mask]))
         return torch.empty_like(query)
+
+    def fused_norm(self, states, _shape, weight, _eps) -> torch.Tensor:
+        """One kernel, as on CUDA."""
+        self.launch(states, weight, states)
+        return torch.empty_like(states)
 
     def launch(self, *moved: torch.Tensor) -> None:
         self.launches += 1
@@ -399,14 +438,19 @@ def slots_of_text(model: Qwen3ForCausalLM, rows: int, length: int) -> Callable[[
     return lambda n: decoding.decode(forward, cache, texts, seeds, n, choose)
 
 
-def counted_step() -> Count:
-    """A step of Qwen3-1.7B in bfloat16."""
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(qwen3("1.7B")).eval().bfloat16()
+def counted_step(model: Qwen3ForCausalLM) -> Count:
+    """A step of STEP in bfloat16."""
+    model = copy.deepcopy(model).bfloat16()
+    with torch.device("meta"), torch.no_grad():
         decode = slots_of_text(model, *STEP)
-        with torch.no_grad():
-            decode(1)  # makes the cache
+        decode(1)  # makes the cache
         return counted(lambda: decode(1))
+
+
+@functools.cache
+def launches(model: Qwen3ForCausalLM) -> int:
+    """Kernels of a decoding step, whatever its rows and their lengths."""
+    return counted_step(model).launches
 
 
 def step_sentence(step: Count) -> str:
@@ -420,4 +464,4 @@ def step_sentence(step: Count) -> str:
 
 if __name__ == "__main__":
     print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{compared()}\n")
-    print(step_sentence(counted_step()))
+    print(step_sentence(counted_step(empty_model("1.7B"))))

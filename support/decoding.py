@@ -21,7 +21,7 @@ from support.seeds import uniform
 
 CHECK_EVERY = 8  # decoding steps: reading the tokens waits for the GPU
 PREFILL_TOKENS = 16384  # in a forward over prompts
-CACHE_BLOCK = 128  # tokens by which the cache grows
+CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
 
 # -------------------------------------------------------------------------------------- the cache
 
@@ -47,7 +47,12 @@ class SlotCache(Cache):
         """
         if length > self.capacity:
             self.slots = slots
-            self.capacity = min(rounded_up(length, CACHE_BLOCK), self.longest)
+            # A CPU's memory is other programs', too, and most responses end early: the cache grows.
+            # A GPU's is this rollout's, which counts every row at its longest. There the cache is
+            # whole at once: what grows leaves blocks behind that are too small for what comes next.
+            on_gpu = self.device.type == "cuda"
+            length = self.longest if on_gpu else rounded_up(length, CACHE_BLOCK)
+            self.capacity = min(length, self.longest)
             for states in (self.keys, self.values):
                 for i, old in enumerate(states):
                     more = self.capacity - old.shape[2]

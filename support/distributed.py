@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from transformers import PreTrainedModel as Model
 
 from support.errors import InputError
+from support.norms import fuse_norms
 
 # ------------------------------------------------------------------------------------------ ranks
 
@@ -185,6 +186,7 @@ def shard(model: Model, methods: tuple[str, ...] = ()) -> None:
     options = {"mesh": init_device_mesh(device().type, (world_size(),))}
     if device().type == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fuse_norms(model)
     for layer in model.base_model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
@@ -212,7 +214,7 @@ def gathered(model: Model) -> Iterator[Model]:
         yield model
         return
     with torch.device("meta"):  # an empty shell
-        twin = AutoModelForCausalLM.from_config(model.config).eval()
+        twin = fuse_norms(AutoModelForCausalLM.from_config(model.config)).eval()
     twin.generation_config = model.generation_config
     for group in groups:
         group.unshard()

@@ -15,6 +15,10 @@ from support import distributed
 TINY = str(Path(__file__).parent / "tiny")
 
 
+def fused_norms(model) -> int:
+    return sum(type(module) is torch.nn.RMSNorm for module in model.modules())
+
+
 def worker(folder: Path) -> None:
     """Writes what rollouts from a sharded model look like, and a gradient after each."""
     if "RANK" not in os.environ:
@@ -33,6 +37,7 @@ def worker(folder: Path) -> None:
         for fails in (True, False):
             with contextlib.suppress(InterruptedError), distributed.gathered(model) as policy:
                 assert policy.device == model.device and policy.dtype == torch.float32
+                assert fused_norms(policy) == fused_norms(model) > 0  # no rounding apart
                 options = {"max_new_tokens": 12, "batch_size": 4, "seed": distributed.rank()}
                 ours, theirs = (
                     rollout.sample(m, tokenizer, prompts, **options) for m in (policy, plain)

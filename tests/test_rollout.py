@@ -14,6 +14,34 @@ import rollout
 from rollout import Response, encode_prompt, head_stats, load_problems, sample, stop_ids
 from support import decoding, seeds
 
+STOPS = list(range(5, 15))  # many, so that random models end their responses at many lengths
+SHAPE = {
+    "vocab_size": 104,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+FAMILIES = {
+    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16),
+    "qwen2": transformers.Qwen2Config(**SHAPE),
+    "llama": transformers.LlamaConfig(**SHAPE),
+    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=None),
+    "mistral, windows": transformers.MistralConfig(**SHAPE, sliding_window=12),
+    "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
+    # a mask of its own; an attention of its own (two)
+    "doge": transformers.DogeConfig(**SHAPE),
+    "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
+    "neox, japanese": transformers.GPTNeoXJapaneseConfig(**SHAPE),
+}
+
+
 # --------------------------------------------------------------------------------------- scoring
 
 
@@ -25,7 +53,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("block", [3, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_in_chunks_is_the_head(chunk, block, dtype, device, monkeypatch):
-    monkeypatch.setitem(rollout.HEAD_ROWS, device, (20, block))
+    monkeypatch.setitem(rollout.HEAD_ROWS, device, rollout.HeadRows(20, block, 30))
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 24, generator=g).to(device, dtype).requires_grad_()
     weight = torch.randn(311, 24, generator=g).to(device, dtype).requires_grad_()
@@ -87,6 +115,35 @@ def test_token_stats_against_float64(random_model, tied, side):
         torch.testing.assert_close(
             ours[name].double(), parameter.grad, atol=1e-4 * scale, rtol=1e-3
         )
+
+
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+ROPES = {
+    "default": {},
+    "yarn": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 16, **FACTORS},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
+    """A row of 10 tokens, alone and beside one of 40, where 16 are the model's usual length."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPE, max_position_embeddings=16, rope_parameters=rope)
+    model = rollout.with_methods(transformers.LlamaForCausalLM(config).eval())
+    short = Response([5, 6], list(range(20, 28)), False, "")
+    long = Response([5], [7] * 39, True, "")
+    alone, beside = (rollout.score(model, rows, 100)[0].logp for rows in ([short], [short, long]))
+    depends = kind in ("dynamic", "longrope")
+    assert (float((alone - beside).abs().max()) > 1e-3) == depends
+    model.save_pretrained(tmp_path)
+    if depends:
+        with pytest.raises(rollout.InputError, match=f"{tmp_path}.* rope_type '{kind}'"):
+            rollout.load_model(str(tmp_path))
+    else:
+        rollout.load_model(str(tmp_path))
 
 
 # -------------------------------------------------------------------------------------- sampling
@@ -196,34 +253,6 @@ def test_a_leaking_processor_is_refused(random_model, tokenizer, monkeypatch):
         sample(random_model(), tokenizer, [[5]], max_new_tokens=2)
 
 
-STOPS = list(range(5, 15))  # many, so that random models end their responses at many lengths
-SHAPE = {
-    "vocab_size": 104,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "eos_token_id": 0,
-    "pad_token_id": 1,
-    "bos_token_id": None,
-}
-WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-FAMILIES = {
-    "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16),
-    "qwen2": transformers.Qwen2Config(**SHAPE),
-    "llama": transformers.LlamaConfig(**SHAPE),
-    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=None),
-    "mistral, windows": transformers.MistralConfig(**SHAPE, sliding_window=12),
-    "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
-    # a mask of its own; an attention of its own (two)
-    "doge": transformers.DogeConfig(**SHAPE),
-    "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
-    "neox, japanese": transformers.GPTNeoXJapaneseConfig(**SHAPE),
-}
-
-
 def random_prompts(count: int, longest: int) -> list[list[int]]:
     g = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, longest, (count,), generator=g).tolist()
@@ -244,8 +273,6 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
 
     A forward that saw what earlier rows left in a slot would choose other tokens.
     """
-    if family == "doge" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
-        pytest.skip("seen with 5.17: Doge's own generate disagrees with its forward")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
     monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
@@ -269,6 +296,19 @@ def test_responses_have_their_text(tiny, tokenizer):
     prompts = [encode_prompt(tokenizer, f"Q: {i}+7-3=?", "") for i in range(9)]
     for r in sample(tiny, tokenizer, prompts, max_new_tokens=29, batch_size=4):
         assert r.text == tokenizer.decode(r.ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(("device", "capacity"), [("cuda", 1000), ("cpu", 128)])
+def test_the_cache_is_whole_at_once_on_a_gpu_and_grows_on_a_cpu(device, capacity):
+    cache = decoding.SlotCache(997, torch.device(device), torch.float32)
+    states, slots = torch.ones(3, 2, 20, 4), torch.arange(3)[:, None]  # (B, heads, T, width)
+    cache.reserve(3, 20)
+    cache.write_to(slots, torch.arange(20).expand(3, -1), visible=0)
+    cache.update(states, 2 * states, layer_idx=0)
+    assert cache.keys[0].shape == cache.values[0].shape == (3, 2, capacity, 4)
+    cache.reserve(2, 400)
+    assert cache.keys[0].shape[2] == max(capacity, 512)
+    assert cache.keys[0][:2].sum() == cache.values[0][:2].sum() / 2 == 2 * 2 * 20 * 4
 
 
 def test_a_freed_slot_takes_the_next_prompt(random_model, tokenizer, monkeypatch):
