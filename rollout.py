@@ -72,8 +72,23 @@ def load_model(
     name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
-    model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
+    options = {"dtype": dtype, "config": load_config(name)}
+    model = load_pretrained(AutoModelForCausalLM, "model", name, **options)
     return model.to(device).eval()
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """A model's configuration without dropout and router noise.
+
+    An update runs in training mode, which gradient checkpointing asks for. With either of the two
+    it would see other probabilities than the policy that sampled, and no ratio would be 1.
+    """
+    config = load_pretrained(AutoConfig, "model", name)
+    for part in (config, config.get_text_config()):
+        for key in [key for key, value in vars(part).items() if isinstance(value, float)]:
+            if "drop" in key or "jitter" in key:
+                setattr(part, key, 0.0)
+    return config
 
 
 def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
@@ -88,9 +103,8 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
     distributed.barrier()  # the others wait here, however long a download takes
     if not dist.is_initialized():
         return with_methods(whole, gradient_checkpointing)
-    config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
     distributed.shard(with_methods(model, gradient_checkpointing), METHODS)
     model.to_empty(device=distributed.device())
     for module in model.modules():  # rotary frequencies are computed, not stored

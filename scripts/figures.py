@@ -48,8 +48,8 @@ TRAINING = {
 QUANTILES = {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)}
 INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it computes; the seed
     "seed output resume steps save_every save_minutes keep_last eval_every eval_benchmarks "
-    "dump_every log_samples rollout_batch_size tokens_per_micro_batch gradient_checkpointing "
-    "threads".split()
+    "eval_limit eval_samples dump_every log_samples rollout_batch_size tokens_per_micro_batch "
+    "gradient_checkpointing threads".split()
 )
 TOKEN_KEYS = ("p", "entropy", "collision", "advantage", "silenced", "weight")
 KINDS = {True: ("spurious", "silenced", "#D55E00"), False: ("exploratory", "kept", "#0072B2")}
