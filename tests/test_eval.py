@@ -324,7 +324,8 @@ def test_what_ends_one_rank_costs_none_of_the_responses(
     assert codes[2] == {terminate: 130, interrupt: 1, kill: -signal.SIGKILL}[how] and all(codes)
     kept = list((tmp_path / "parts").glob("samples*.jsonl"))
     rows = b"".join(path.read_bytes() for path in kept).splitlines(keepends=True)
-    assert 28 + 3 <= len(rows) == len({*rows} & {*whole.splitlines(keepends=True)}) < 56
+    assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
+    assert len({*rows} & {*whole.splitlines(keepends=True)}) == len(rows)
     codes = on_ranks(ranks_after, lambda rank: run(tmp_path / "parts", *three_ranks))
     assert codes == [0] * ranks_after
     assert (tmp_path / "parts" / "samples.jsonl").read_bytes() == whole
