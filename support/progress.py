@@ -1,12 +1,16 @@
-"""How far the work has come: bars on a terminal, plain lines where stderr is a file.
+"""How far the work has come: bars on a terminal, plain lines where stderr is a file; `follow`.
 
 A log file keeps every refresh of a bar, so it gets none: a line for each training step, and for a
 phase of more than a minute a line a minute. Ranks other than 0 say nothing.
 """
 
+import contextlib
+import json
+import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
@@ -115,6 +119,28 @@ class Steps:
             again = f"; continue with: python stapo.py --resume {folder}" if training else ""
             say(f"stopped after step {last['step']} of {self.total}{again}")
         say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
+
+
+def follow(folder: str, seconds: float = 10) -> Iterator[dict]:
+    """The lines of a run's metrics.jsonl and those to come, until the run's end or Ctrl-C.
+
+    The scores of an evaluation are flat: `eval/aime24`, in percent. What a resumed run has cut off
+    and made again comes again.
+    """
+    config, log = Path(folder, "config.json"), Path(folder, "metrics.jsonl")
+    lines, last = [], None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            sent, lines = lines, log.read_text("utf-8").split("\n")[:-1] if log.exists() else []
+            for line in map(json.loads, lines[len(os.path.commonprefix([sent, lines])) :]):
+                scores = line.pop("eval", None) or {}
+                last = line["step"], bool(scores)
+                yield line | {f"eval/{name}": score["mean"] for name, score in scores.items()}
+            flags = json.loads(config.read_text("utf-8"))  # --resume may change them
+            steps, every = flags["steps"], flags["eval_every"]
+            if last == (steps, every > 0 and steps % every == 0):  # the last may be an evaluation
+                return
+            time.sleep(seconds)
 
 
 SAMPLING_WARNING = (
