@@ -199,8 +199,8 @@ class Journal:
     ) -> None:
         """Have `work` make the missing rows, a share on each rank.
 
-        work(asked, add): some keys of one benchmark and decoding; it calls `add` with the row of
-        each as soon as that is known. A row depends on its key and the flags alone, so that neither
+        work(asked, add): some keys of one decoding; it calls `add` with the row of each as soon as
+        that is known. A row depends on its key and the flags alone, so that neither
         the number of ranks nor an interruption changes it.
         """
         keys = list(keys)
@@ -213,7 +213,7 @@ class Journal:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
 
-            for _, group in itertools.groupby(missing, lambda key: key[:2]):
+            for _, group in itertools.groupby(missing, lambda key: key.decoding):
                 share = list(group)[rank() :: world_size()]
                 with stop.together():  # also on a rank without a share
                     if share:
@@ -289,7 +289,7 @@ def sample_suite(
             top_p=top_p,
             batch_size=rollout_batch_size,
             seed=[mix_seed(seed, *key) for key in asked],
-            progress=" ".join(asked[0][:2]),
+            progress=f"{asked[0].decoding} decoding",
             ended=ended,
             poll=stop.poll,
         )
@@ -397,7 +397,7 @@ def verify(
             max_new_tokens=16,
             temperature=0,
             batch_size=batch_size,
-            progress=f"verdicts on {' '.join(asked[0][:2])}",
+            progress=f"verdicts, {asked[0].decoding} decoding",
             ended=ended,
             poll=stop.poll,
         )

@@ -213,9 +213,13 @@ cache once takes, whichever is more. Response lengths are log-normal (median a f
 --max_new_tokens, sigma 1, cut), prompts have 200 tokens; as many rows are decoded at a time as
 fit, and the slowest rank counts. A parameter and token cost 2 operations to score and 8 to update,
 and before every mini-batch but the first the right half is scored again: at 40 % of the card's
-published dense bfloat16 peak. No group has A = 0. Evaluations, grading, communication between GPUs
-and checkpoints are not counted. GB: to download, the weights; on disk, these and the checkpoints.
+published dense bfloat16 peak. No group has A = 0. The hours of a run hold its evaluations, which
+are sampled like rollouts. Grading, communication between GPUs and checkpoints are not counted. GB: to download, the weights; on disk, these and the checkpoints.
 A run that ends its responses later than assumed costs more, in proportion to the decoding steps."""
+TABLE = "eval.py's whole table, six benchmarks under two decodings, by the same assumptions:"
+TABLES = [("1.7B", 1), ("1.7B", 8), ("8B", 1), ("8B", 8)]  # on an H100 each
+PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40}
+PROBLEMS |= {"math500": 500, "minerva": 272, "olympiadbench": 674}
 
 
 def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
@@ -245,8 +249,32 @@ def rollout_time(
     return taken, steps
 
 
+def sampling_time(
+    model: Qwen3ForCausalLM, gpus: int, card: Card, lengths: list[int], rows: int
+) -> tuple[float, int]:
+    """Seconds and decoding steps of the slowest rank for responses of these lengths."""
+    host = HOST_SECONDS * model.config.num_hidden_layers
+    weights, cache = 2 * parameters(model), cache_bytes(model.config)
+
+    def step_seconds(running: int, length: int) -> float:
+        return max(host, (weights + running * length * cache) / card.bandwidth)
+
+    shares = [lengths[rank::gpus] for rank in range(gpus)]
+    return max(rollout_time(share, rows, step_seconds) for share in shares)
+
+
+def response_lengths(count: int, max_new_tokens: int) -> list[int]:
+    return log_normal_lengths(count, max_new_tokens / 5, max_new_tokens, sigma=1.0)
+
+
+def evaluation_size(names: list[str], limit: int = 0, samples: int = 0) -> int:
+    """Responses under one decoding."""
+    own = {benchmark.key: benchmark.samples for benchmark in evaluation.BENCHMARKS}
+    return sum(min(PROBLEMS[n], limit or PROBLEMS[n]) * (samples or own[n]) for n in names)
+
+
 class Cost(NamedTuple):
-    """Of a training step."""
+    """Of a training step, and of an evaluation."""
 
     responses: int
     tokens: float  # of a response, on average
@@ -255,10 +283,18 @@ class Cost(NamedTuple):
     sampling: float  # seconds, as scoring and update
     scoring: float
     update: float
+    evaluated: int  # responses of an evaluation, 0 where there is none
+    evaluation: float  # seconds of one
 
     @property
     def seconds(self) -> float:
+        """Of a step."""
         return self.sampling + self.scoring + self.update
+
+    def hours(self, cfg: stapo.Config) -> float:
+        """Of a run, with its evaluations: one before step 1 and then one every so many steps."""
+        evaluations = cfg.steps // cfg.eval_every + 1 if cfg.eval_every else 0
+        return (cfg.steps * self.seconds + evaluations * self.evaluation) / 3600
 
 
 def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> Cost:
@@ -270,22 +306,18 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> C
     if rows == 0 or not update_fits(held, card.gb):
         raise ValueError(f"{cfg.model} does not fit on {gpus} x {card.gb} GB")
     count = cfg.batch_size * cfg.group_size
-    lengths = log_normal_lengths(count, cfg.max_new_tokens / 5, cfg.max_new_tokens, sigma=1.0)
-
-    host = HOST_SECONDS * model.config.num_hidden_layers
-    weights, cache = 2 * parameters(model), cache_bytes(model.config)
-
-    def step_seconds(running: int, length: int) -> float:
-        return max(host, (weights + running * length * cache) / card.bandwidth)
-
-    shares = [lengths[rank::gpus] for rank in range(gpus)]
-    sampling, steps = max(rollout_time(share, rows, step_seconds) for share in shares)
+    lengths = response_lengths(count, cfg.max_new_tokens)
+    sampling, steps = sampling_time(model, gpus, card, lengths, rows)
+    size = evaluation_size(cfg.eval_benchmarks, cfg.eval_limit, cfg.eval_samples)
+    evaluated = response_lengths(size if cfg.eval_every else 0, cfg.max_new_tokens)
+    evaluation_seconds, _ = sampling_time(model, gpus, card, evaluated, rows)
     tokens = sum(lengths) + PROMPT * count
     scoring = 2 * parameters(model) * tokens / (SHARE * card.flops * gpus)
     statistics_pass = 0.5 * (1 - cfg.mini_batch_size / cfg.batch_size) * scoring
     update = 8 / 2 * scoring + statistics_pass
-    rows = min(rows, len(shares[0]))
-    return Cost(count, sum(lengths) / count, rows, steps, sampling, scoring, update)
+    rows = min(rows, math.ceil(count / gpus))
+    step = count, sum(lengths) / count, rows, steps, sampling, scoring, update
+    return Cost(*step, len(evaluated), evaluation_seconds)
 
 
 def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
@@ -296,7 +328,8 @@ def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
 
 def costs_table() -> str:
     heading = ["run", "GPUs", "responses x mean tokens", "rows", "decoding steps"]
-    heading += ["minutes a step: sampling + scoring + update", "steps", "hours"]
+    heading += ["minutes a step: sampling + scoring + update", "steps"]
+    heading += ["an evaluation: responses, minutes", "hours of the run"]
     heading += ["GB to download", "GB on disk"]
     rows = []
     for run, machines in RUNS.items():
@@ -308,10 +341,36 @@ def costs_table() -> str:
             minutes = "{:.1f} + {:.1f} + {:.1f} = {:.1f}".format(*(part / 60 for part in parts))
             cells = [run, f"{gpus} x {card}", f"{found.responses:,} x {found.tokens:,.0f}"]
             cells += [f"{found.rows}", f"{found.decoding_steps:,}", minutes, f"{cfg.steps:,}"]
-            hours = cfg.steps * found.seconds / 3600
+            minutes = f"{found.evaluated:,}, {found.evaluation / 60:.1f}"
+            cells += [minutes if found.evaluated else "none"]
+            hours = found.hours(cfg)
             cells += [f"{hours:,.{0 if hours > 100 else 1}f}", f"{weights:.1f}"]
             rows.append([*cells, f"{weights * (1 + 6 * (cfg.keep_last + 1)):.0f}"])
     return markdown(heading, rows)
+
+
+def table_hours(name: str, gpus: int, card: Card) -> tuple[int, float]:
+    """Rows decoded at a time under the decoding that leaves fewer, and hours of both decodings."""
+    model, cfg = empty_model(name), evaluation.Config(model="")
+    free = 1e9 * card.gb - 2 * parameters(model)
+    longest = stapo.Config.max_prompt_tokens + cfg.max_new_tokens
+    seconds, fit = 0.0, []
+    for _, top_p in evaluation.parse_decodings(cfg.decoding).values():
+        fit.append(rows_that_fit(model.config, longest, free, cfg.rollout_batch_size, top_p))
+        lengths = response_lengths(evaluation_size(cfg.benchmarks), cfg.max_new_tokens)
+        seconds += sampling_time(model, gpus, card, lengths, fit[-1])[0]
+    return min(fit), seconds / 3600
+
+
+def evaluations_table() -> str:
+    cfg, rows = evaluation.Config(model=""), []
+    lengths = response_lengths(evaluation_size(cfg.benchmarks), cfg.max_new_tokens)
+    count, tokens = len(lengths), sum(lengths)
+    for name, gpus in TABLES:
+        fit, hours = table_hours(name, gpus, CARDS["H100"])
+        cells = [name, f"{gpus} x H100", f"{2 * count:,} x {tokens / count:,.0f}"]
+        rows.append([*cells, f"{fit}", f"{hours:.1f}"])
+    return markdown(["model", "GPUs", "responses x mean tokens", "rows", "hours"], rows)
 
 
 def compared() -> str:
@@ -420,4 +479,5 @@ def step_sentence(step: Count) -> str:
 
 if __name__ == "__main__":
     print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{compared()}\n")
+    print(f"{TABLE}\n\n{evaluations_table()}\n")
     print(step_sentence(counted_step()))

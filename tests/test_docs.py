@@ -204,7 +204,6 @@ def scores_line(step: int, mean: float) -> dict:
 LOOKS = [
     [scores_line(0, 3.5)],
     [scores_line(0, 3.5), metrics_line(1, -0.5), metrics_line(2, 0.25)],
-    [scores_line(0, 3.5), metrics_line(1, -0.5)],
     [scores_line(0, 3.5), metrics_line(1, -0.5), metrics_line(2, 0.5), metrics_line(3, 0.75)],
 ]
 SENT = [{"step": 0, "eval/a": 3.5}]
