@@ -214,7 +214,8 @@ cache once takes, whichever is more. Response lengths are log-normal (median a f
 fit, and the slowest rank counts. A parameter and token cost 2 operations to score and 8 to update,
 and before every mini-batch but the first the right half is scored again: at 40 % of the card's
 published dense bfloat16 peak. No group has A = 0. The hours of a run hold its evaluations, which
-are sampled like rollouts. Grading, communication between GPUs and checkpoints are not counted. GB: to download, the weights; on disk, these and the checkpoints.
+are sampled like rollouts. Grading, communication between GPUs and checkpoints are not counted.
+GB: to download, the weights; on disk, these and the checkpoints.
 A run that ends its responses later than assumed costs more, in proportion to the decoding steps."""
 TABLE = "eval.py's whole table, six benchmarks under two decodings, by the same assumptions:"
 TABLES = [("1.7B", 1), ("1.7B", 8), ("8B", 1), ("8B", 8)]  # on an H100 each
@@ -243,9 +244,10 @@ def rollout_time(
         while waiting and len(running) < slots:
             running.append((0, waiting.pop()))  # tokens that it has, and will have
         longest = PROMPT + max(has for has, _ in running)
-        taken += more * step_seconds(len(running), longest)
-        steps += more
-        running = [(has + more, end) for has, end in running if has + more < end]
+        rounds = min(math.ceil((end - has) / more) for has, end in running)  # until a slot is free
+        times = (step_seconds(len(running), longest + more * i) for i in range(rounds))
+        taken, steps, made = taken + more * sum(times), steps + more * rounds, more * rounds
+        running = [(has + made, end) for has, end in running if has + made < end]
     return taken, steps
 
 
