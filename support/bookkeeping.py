@@ -113,9 +113,9 @@ class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
     `step` is the last whole step, and `checkpoint` the folder to continue from or None.
-    `fingerprints` tell, for some flags, apart what they name: config.json keeps them. Raises
-    InputError where the directory cannot be written or holds a run that was not asked for, and
-    where a resumed run would continue with something else under the same name.
+    `fingerprints` has an entry for each flag that names a file: it changes when the file does, and
+    config.json keeps it. Raises InputError where the directory cannot be written or holds a run
+    that was not asked for, and where a resumed run would go on with other files than it began with.
     """
 
     def __init__(
@@ -155,7 +155,9 @@ class RunFolder:
             began = held.get(f"{name}_fingerprint", own)
             if own != began:
                 other = f"is not what {self.path} began with ({own}, not {began})"
-                raise InputError(f"--{name} {config[name]}: {other}; start anew to train on it")
+                raise InputError(
+                    f"--{name} {config[name]}: {other}; start anew in another --output"
+                )
 
     def prepare(self, config: dict[str, Any]) -> None:
         """Write config.json, and cut the records back to the checkpoint: later steps come again."""
@@ -172,6 +174,7 @@ class RunFolder:
             raise InputError(message) from error
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Add lines to a .jsonl file."""
         if rank() == 0:
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

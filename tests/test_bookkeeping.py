@@ -286,7 +286,7 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     assert rows(whole / "metrics.jsonl") == log
 
 
-@pytest.mark.parametrize("step, how", [(0, "stop"), (1, "stop"), (0, "error"), (1, "error")])
+@pytest.mark.parametrize("step, how", [(0, "stop"), (1, "error")])
 def test_an_evaluation_that_was_cut_off_is_continued(evaluated, tmp_path, monkeypatch, step, how):
     """Every response that had ended is kept, and none is sampled twice."""
     flags, whole = evaluated
