@@ -200,8 +200,8 @@ class Journal:
         """Have `work` make the missing rows, a share on each rank.
 
         work(asked, add): some keys of one decoding; it calls `add` with the row of each as soon as
-        that is known. A row depends on its key and the flags alone, so that neither
-        the number of ranks nor an interruption changes it.
+        that is known. A row depends on its key and the flags alone, so that neither the number of
+        ranks nor an interruption changes it.
         """
         keys = list(keys)
         missing = [key for key in keys if key not in self.rows]

@@ -224,13 +224,12 @@ def train_with_clocks_apart(output: Path) -> None:
 def fail_in(place: str, folder: Path) -> None:
     """stapo.py on two ranks, where leaving the process group waits forever, as NCCL's can.
 
-    The last rank fails in the second step: in the rollout, in scoring, in an update; or rank 0
+    The last rank fails in the second step: in the rollout or in an update; or rank 0
     does, while it writes a file; or one rank alone has a flag that does not exist.
     """
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
     name, owner, failing = {
         "rollout": ("sample", stapo, 1),
-        "scoring": ("score", stapo, 1),
         "update": ("update", stapo, 1),
         "writing": ("end_step", stapo.RunFolder, 0),
         "input": ("load_reward", stapo, 1),

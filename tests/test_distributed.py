@@ -117,7 +117,7 @@ def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeyp
     ] * 3
 
 
-@pytest.mark.parametrize("place", ["rollout", "scoring", "update", "writing", "input", "flags"])
+@pytest.mark.parametrize("place", ["rollout", "update", "writing", "input", "flags"])
 def test_a_rank_that_fails_ends_the_job(tmp_path, place):
     """With its traceback, or its line where the input is wrong, although the others wait for it."""
     codes = launch(fail_in, 2, tmp_path / "log", place, tmp_path, timeout=60)
