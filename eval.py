@@ -8,29 +8,31 @@ Read from top to bottom: flags and benchmarks, the journal that lets a long run 
 and grading, the verifier, scores, tables, main. --output receives samples.jsonl (every response
 with its verdict), scores.json and table.md.
 
-Ctrl-C and SIGTERM end it within a few tokens, with exit status 130: there is no table yet. What
-the journal holds is kept, and the same command continues there, on any number of ranks.
+Ctrl-C and SIGTERM end it within a few tokens, with exit status 130: there is no table yet. Every
+response that had ended is in the journal, and the same command continues there, on any number of
+ranks. So it is after a crash.
 """
 
+import contextlib
 import itertools
 import json
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 import rollout
 from reward import extract_answer, is_correct
-from rollout import Model, Tokenizer, encode_prompt, load_problems
+from rollout import Model, Response, Tokenizer, encode_prompt, load_problems
 from support import distributed, progress
-from support.bookkeeping import Parser, Stopped, flag, stop
+from support.bookkeeping import Parser, Stopped, fingerprint, flag, stop
 from support.distributed import rank, world_size
 from support.errors import InputError
 from support.seeds import mix_seed
@@ -122,9 +124,6 @@ def parse_decodings(names: list[str]) -> dict[str, tuple[float, float]]:
 
 # ------------------------------------------------------------------------------------ the journal
 
-TAIL = 2000  # characters of a response that the verifier sees
-ROUND = 2  # batches between writes: freed slots take the next prompt, so longer rounds waste less
-
 
 class Key(NamedTuple):
     """Names one response; problems and samples count from 0."""
@@ -139,66 +138,106 @@ def row_key(row: dict) -> Key:
     return Key(*(row[name] for name in Key._fields))
 
 
-def without_text(row: dict) -> dict:
-    """A row as scores and the verifier need it: a response's end where it was refused."""
-    tail = "" if row["correct"] else row.get("response", "").strip()[-TAIL:]
-    return row | {"response": tail}
-
-
-def read_rows(path: Path) -> Iterator[dict]:
-    """The rows of a .jsonl file, without their texts. Lines that a crash tore are taken out."""
-    whole = path.with_suffix(".partial")
-    with path.open("rb") as lines, whole.open("wb") as kept:
-        for line in lines:
-            try:
-                yield without_text(json.loads(line))
-            except ValueError:
-                continue
-            kept.write(line.rstrip(b"\n") + b"\n")
-    whole.replace(path)
+def read_row(line: bytes) -> dict | None:
+    """A line of a journal without its text; None where a crash tore it."""
+    try:
+        row = json.loads(line)
+        row_key(row)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return {name: value for name, value in row.items() if name != "response"}
 
 
 class Journal:
-    """Rows by key, each of them a line of a .jsonl file too; without a path in memory alone.
+    """Rows by key, each of them a line of a file too, which is written as soon as the row is known.
 
-    Rank 0 reads and writes the file. Every rank holds all rows, without their texts.
+    The file is `path`, a .jsonl. Only rank 0 writes there: rank 3 writes samples.rank3.jsonl beside
+    samples.jsonl, so that no text goes from rank to rank, and whatever ends a program takes none
+    but the line that is being written. `rows` are without texts, on every rank.
     """
 
-    def __init__(self, path: Path | None = None):
+    def __init__(self, path: Path):
         self.path = path
-        begun = path and rank() == 0 and path.exists()
-        rows = list(read_rows(path)) if begun else []
-        self.rows = {row_key(row): row for row in distributed.broadcast(rows)}
+        self.merge()
+
+    def file_of(self, rank: int | str) -> Path:
+        return self.path.with_suffix(f".rank{rank}.jsonl") if rank else self.path
+
+    def merge(self) -> None:
+        """Make one file of the ranks' files and read it. Every rank has to call this."""
+        distributed.barrier()
+        rows = self.merged() if rank() == 0 else {}
+        self.rows: dict[Key, dict] = distributed.broadcast(rows)
+
+    def merged(self) -> dict[Key, dict]:
+        """One file in the order of keys, without torn lines; texts are never all in memory."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        parts = [self.path, *self.path.parent.glob(self.file_of("*").name)]
+        rows: dict[Key, dict] = {}
+        places: dict[Key, tuple[BinaryIO, int]] = {}
+        with contextlib.ExitStack() as opened:
+            for part in [part for part in parts if part.exists()]:
+                file, start = opened.enter_context(part.open("rb")), 0
+                for line in file:
+                    row = read_row(line)
+                    if row:
+                        rows[row_key(row)], places[row_key(row)] = row, (file, start)
+                    start += len(line)
+            whole = self.path.with_suffix(".partial")
+            with whole.open("wb") as target:
+                for key in sorted(rows):
+                    file, start = places[key]
+                    file.seek(start)
+                    target.write(file.readline().rstrip(b"\n") + b"\n")
+        whole.replace(self.path)
+        for part in parts[1:]:
+            part.unlink()
+        return rows
 
     def complete(
-        self, keys: Iterable[Key], batch_size: int, work: Callable[[list[Key]], list[dict]]
+        self, keys: Iterable[Key], work: Callable[[list[Key], Callable[[dict], None]], None]
     ) -> None:
-        """Have `work` make the missing rows, ROUND batches on each rank between two writes.
+        """Have `work` make the missing rows, a share on each rank.
 
-        work: some keys of one benchmark and decoding -> their rows. A row depends on its key and
-        the flags alone, so that neither the number of ranks nor an interruption changes it. What
-        interrupts a round, be it Stopped or a crash, loses that round.
+        work(asked, add): some keys of one decoding; it calls `add` with the row of each as soon as
+        that is known. A row depends on its key and the flags alone, so that neither the number of
+        ranks nor an interruption changes it.
         """
+        keys = list(keys)
         missing = [key for key in keys if key not in self.rows]
-        size = ROUND * batch_size * world_size()
-        for name, group in itertools.groupby(missing, lambda key: key[:2]):
-            group = list(group)
-            with progress.bar(len(group), " ".join(name)) as bar:
-                for start in range(0, len(group), size):
-                    share, made = group[start : start + size][rank() :: world_size()], []
-                    with stop.together():  # also on a rank without a share
-                        made = work(share) if share else []
-                    rows = sorted(itertools.chain(*distributed.gather(made)), key=row_key)
-                    if self.path and rank() == 0:
-                        with self.path.open("a", encoding="utf-8") as file:
-                            file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
-                    self.rows |= {row_key(row): without_text(row) for row in rows}
-                    right = fmean(r["correct"] for key, r in self.rows.items() if key[:2] == name)
-                    bar.set_postfix(right=f"{right:.1%}", refresh=False)
-                    bar.update(len(rows))
+        if not missing:
+            return
+        with self.file_of(rank()).open("a", encoding="utf-8") as file:
+
+            def add(row: dict) -> None:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+
+            for _, group in itertools.groupby(missing, lambda key: key.decoding):
+                share = list(group)[rank() :: world_size()]
+                with stop.together():  # also on a rank without a share
+                    if share:
+                        work(share, add)
+        self.merge()
+        if any(key not in self.rows for key in keys):
+            where = f"{self.path}: rank 0 does not see the rows of other ranks"
+            raise InputError(f"{where}; put it on a file system that all hosts share")
 
 
 # ----------------------------------------------------------------------------- sampling and grading
+
+
+def graded(problem: dict[str, str], response: Response) -> dict:
+    """What a row of samples.jsonl says of a response, beside its key."""
+    return {
+        "fingerprint": fingerprint(problem),
+        "gold": problem["answer"],
+        "answer": extract_answer(response.text),
+        "correct": is_correct(response.text, problem["answer"]),
+        "length": len(response.ids),  # tokens, the stop id included
+        "truncated": response.truncated,
+        "response": response.text,
+    }
 
 
 def sample_suite(
@@ -219,6 +258,10 @@ def sample_suite(
     problems, and Stopped on every rank where a stop was asked for.
     """
     problems = {benchmark.key: rows for benchmark, rows in suite.items()}
+
+    def problem_of(key: Key) -> dict[str, str]:
+        return problems[key.benchmark][key.problem]
+
     keys: list[Key] = []
     for decoding, (temperature, _) in decodings.items():
         for benchmark, rows in suite.items():
@@ -226,14 +269,18 @@ def sample_suite(
             pairs = itertools.product(range(len(rows)), samples)
             keys += [Key(benchmark.key, decoding, *pair) for pair in pairs]
     for key in journal.rows.keys() & set(keys):
-        if journal.rows[key]["gold"] != problems[key.benchmark][key.problem]["answer"]:
-            held = f"--output {journal.path.parent}: holds samples of another {key.benchmark}"
-            raise InputError(f"{held}; name another directory")
+        if journal.rows[key].get("fingerprint") != fingerprint(problem_of(key)):
+            held = f"{journal.path}: holds responses to another {key.benchmark}"
+            raise InputError(f"{held}; delete it, or name another --output")
 
-    def work(asked: list[Key]) -> list[dict]:
+    def work(asked: list[Key], add: Callable[[dict], None]) -> None:
         temperature, top_p = decodings[asked[0].decoding]
-        posed = [problems[key.benchmark][key.problem] for key in asked]
-        responses = rollout.sample(
+        posed = [problem_of(key) for key in asked]
+
+        def ended(place: int, response: Response) -> None:
+            add(asked[place]._asdict() | graded(posed[place], response))
+
+        rollout.sample(
             model,
             tokenizer,
             [encode_prompt(tokenizer, problem["problem"], instruction) for problem in posed],
@@ -242,44 +289,32 @@ def sample_suite(
             top_p=top_p,
             batch_size=rollout_batch_size,
             seed=[mix_seed(seed, *key) for key in asked],
-            progress="responses",
+            progress=f"{asked[0].decoding} decoding",
+            ended=ended,
             poll=stop.poll,
         )
-        return [
-            key._asdict()
-            | {
-                "gold": problem["answer"],
-                "answer": extract_answer(response.text),
-                "correct": is_correct(response.text, problem["answer"]),
-                "length": len(response.ids),  # tokens, the stop id included
-                "truncated": response.truncated,
-                "response": response.text,
-            }
-            for key, problem, response in zip(asked, posed, responses, strict=True)
-        ]
 
-    journal.complete(keys, rollout_batch_size, work)
+    journal.complete(keys, work)
     return {key: journal.rows[key] for key in keys}
 
 
 def evaluate(
-    model: Model, tokenizer: Tokenizer, suite: Suite, **flags: Any
-) -> dict[str, dict] | None:
-    """{benchmark: scores} of a model in memory under the training decoding; writes no file.
+    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, **flags: Any
+) -> dict[str, dict]:
+    """{benchmark: scores} of a model in memory under the training decoding.
 
-    flags: the keywords of sample_suite. Every rank calls it and gets the scores, or None where a
+    path: the journal's file; what it holds is not sampled again. flags: the keywords of
+    sample_suite. Every rank calls it and gets the scores. Raises Stopped on every rank where a
     stop was asked for.
     """
     decodings = {"training": DECODINGS["training"]}
-    try:
-        samples = sample_suite(model, tokenizer, suite, decodings, Journal(), **flags)
-    except Stopped:
-        return None
+    samples = sample_suite(model, tokenizer, suite, decodings, Journal(path), **flags)
     return summarize(samples)["training"]
 
 
 # ------------------------------------------------------------------------------------- the verifier
 
+TAIL = 2000  # characters of a response that the verifier sees
 JUDGE = """You are given a mathematics problem, its reference answer and the end of a solution \
 that somebody wrote. Judge only whether the final answer of that solution says the same as the \
 reference answer; do not solve the problem yourself and do not judge the reasoning. Notation, \
@@ -315,45 +350,59 @@ def parse_verdict(reply: str) -> str:
     return verdicts.pop() if len(verdicts) == 1 else "UNREADABLE"
 
 
+def read_tails(path: Path, keys: set[Key]) -> dict[Key, str]:
+    """The ends of these responses, from the file of a journal that is complete."""
+    tails: dict[Key, str] = {}
+    with path.open("rb") as lines:
+        for row in map(json.loads, lines):
+            if row_key(row) in keys:
+                tails[row_key(row)] = row["response"].strip()[-TAIL:]
+    return tails
+
+
 def verify(
     model: Model,
     tokenizer: Tokenizer,
     suite: Suite,
     samples: dict[Key, dict],
+    journal: Journal,
     verdicts: Journal,
     batch_size: int,
 ) -> None:
     """Fill `verdicts` with the verifier's word on every response that the rule refused.
 
-    samples: what sample_suite returned. Raises Stopped on every rank where a stop was asked for.
+    samples: what sample_suite returned, whose texts are in the file of `journal`. Raises Stopped on
+    every rank where a stop was asked for.
     """
     problems = {benchmark.key: rows for benchmark, rows in suite.items()}
+    refused = [key for key, row in samples.items() if not row["correct"]]
+    tails = read_tails(journal.path, set(refused))
 
-    def work(asked: list[Key]) -> list[dict]:
+    def work(asked: list[Key], add: Callable[[dict], None]) -> None:
         prompts = []
         for key in asked:
-            problem, tail = problems[key.benchmark][key.problem], samples[key]["response"]
-            text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
-            prompts.append(encode_prompt(tokenizer, text, instruction=""))
-        replies = rollout.sample(
+            problem = problems[key.benchmark][key.problem]
+            about = {"problem": problem["problem"], "gold": problem["answer"], "tail": tails[key]}
+            prompts.append(encode_prompt(tokenizer, JUDGE.format(**about), instruction=""))
+
+        def ended(place: int, reply: Response) -> None:
+            verdict = parse_verdict(reply.text)
+            row = {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply.text}
+            add(asked[place]._asdict() | row)
+
+        rollout.sample(
             model,
             tokenizer,
             prompts,
             max_new_tokens=16,
             temperature=0,
             batch_size=batch_size,
-            progress="verdicts",
+            progress=f"verdicts, {asked[0].decoding} decoding",
+            ended=ended,
             poll=stop.poll,
         )
-        rows = []
-        for key, reply in zip(asked, replies, strict=True):
-            verdict = parse_verdict(reply.text)
-            row = {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply.text}
-            rows.append(key._asdict() | row)
-        return rows
 
-    refused = [key for key, row in samples.items() if not row["correct"]]
-    verdicts.complete(refused, batch_size, work)
+    verdicts.complete(refused, work)
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -474,11 +523,14 @@ def open_output(cfg: Config) -> Path:
     flags, path = {name: getattr(cfg, name) for name in names}, folder / "settings.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        samples = folder / "samples.jsonl"
-        begun = samples.exists() and samples.stat().st_size > 0
+        begun = any(file.stat().st_size > 0 for file in folder.glob("*.jsonl"))
         held = json.loads(path.read_text()) if begun else flags
+        distributed.barrier()  # every rank has looked before rank 0 writes
         if rank() == 0 and not begun:
             path.write_text(json.dumps(flags, indent=2) + "\n")
+        distributed.barrier()
+        if not path.exists():
+            raise OSError("this host does not see what rank 0 writes: all hosts have to share it")
     except (OSError, ValueError) as error:
         raise InputError(f"--output {folder}: {error}; name another directory") from error
     for name in [name for name in names if held.get(name) != flags[name]]:
@@ -490,13 +542,15 @@ def open_output(cfg: Config) -> Path:
 def load(name: str) -> tuple[Model, Tokenizer]:
     """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU.
 
-    The ranks take turns: what training saves is float32 and becomes bfloat16 in host memory, where
-    one such copy at a time is enough. (A bfloat16 checkpoint is a mapped file that ranks share.)
+    The ranks of a host take turns: what training saves is float32 and becomes bfloat16 in the
+    host's memory, where one such copy at a time is enough. (A bfloat16 checkpoint is a mapped file
+    that ranks share.)
     """
     device = distributed.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for turn in range(world_size()):
-        if turn == rank():
+    own, turns = distributed.place_on_host()
+    for turn in range(turns):
+        if turn == own:
             model = rollout.load_model(name, dtype, device)
         distributed.barrier()
     return model, rollout.load_tokenizer(name)
@@ -523,7 +577,8 @@ def run(cfg: Config) -> None:
     if cfg.verifier:
         del model  # its memory is the verifier's
         verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
-        verify(*load(cfg.verifier), suite, samples, verdicts, cfg.rollout_batch_size)
+        size = cfg.rollout_batch_size
+        verify(*load(cfg.verifier), suite, samples, journal, verdicts, size)
     scores = summarize(samples, verdicts and verdicts.rows)
     if rank() == 0:
         graders = ["rule", "rule, then verifier"] if cfg.verifier else ["rule"]

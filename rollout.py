@@ -73,9 +73,24 @@ def load_model(
     name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Model:
     """A causal language model of a Hub id or a local folder, in evaluation mode."""
-    model = load_pretrained(AutoModelForCausalLM, "model", name, dtype=dtype)
+    options = {"dtype": dtype, "config": load_config(name)}
+    model = load_pretrained(AutoModelForCausalLM, "model", name, **options)
     check_positions(name, model)
     return fuse_norms(model).to(device).eval()
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """A model's configuration without dropout and router noise.
+
+    An update runs in training mode, which gradient checkpointing asks for. With either of the two
+    it would see other probabilities than the policy that sampled, and no ratio would be 1.
+    """
+    config = load_pretrained(AutoConfig, "model", name)
+    for part in (config, config.get_text_config()):
+        for key in [key for key, value in vars(part).items() if isinstance(value, float)]:
+            if "drop" in key or "jitter" in key:
+                setattr(part, key, 0.0)
+    return config
 
 
 def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
@@ -90,9 +105,8 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
     distributed.barrier()  # the others wait here, however long a download takes
     if not dist.is_initialized():
         return with_methods(whole, gradient_checkpointing)
-    config = AutoConfig.from_pretrained(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
     distributed.shard(with_methods(model, gradient_checkpointing), METHODS)
     model.to_empty(device=distributed.device())
     for module in model.modules():  # rotary frequencies are computed, not stored
@@ -283,6 +297,7 @@ def sample(
     batch_size: int = 256,
     seed: int | list[int] = 0,
     progress: str | None = None,
+    ended: Callable[[int, Response], None] | None = None,
     poll: Callable[[], None] | None = None,
 ) -> list[Response]:
     """Sample one response for each prompt (repeat a prompt G times for a group of G).
@@ -290,18 +305,18 @@ def sample(
     At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding.
     `seed` is one for each response, or one from which these are made. A response depends on its
     own prompt and seed and on the weights: what else is decoded beside it changes its rounding
-    alone. `progress` names a bar over responses. `poll` is called every CHECK_EVERY tokens; what
-    it raises ends the sampling.
+    alone. `progress` names a bar over responses. `ended` is called with a prompt's place and its
+    response as soon as that has ended, and `poll` every CHECK_EVERY tokens; what either of them
+    raises ends the sampling.
 
     A model with sliding windows or a recurrent state needs a cache of its own, which has no slots:
     its prompts go in batches, each of which waits for its longest response. Plain `generate` draws
     from torch's generator, so that a batch has one seed, that of its first response: what is
-    sampled depends on the batches then.
+    sampled depends on the batches then, and so, on a GPU, on the memory that is free.
     """
     if not prompts:
         return []
     seeds = [mix_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else seed
-    poll = poll or (lambda: None)
     stops = stop_ids(model, tokenizer)
     # Every field is named: those that a call leaves unset come from the model's generation_config
     # (Qwen3 ships top_k 20, top_p 0.95) or are transformers' own (top_k 50).
@@ -315,41 +330,69 @@ def sample(
         use_cache=True,
     )
     size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size, top_p)
+    responses: dict[int, Response] = {}
     bar = progress_bar(len(prompts), progress)
+
+    def end(place: int, ids: list[int]) -> None:
+        text = to_text(tokenizer, ids, True)
+        responses[place] = Response(prompts[place], ids, ids[-1] not in stops, text)
+        bar.update()
+        if ended:
+            ended(place, responses[place])
+
+    def look() -> None:
+        bar.update(0)  # a log gets its line a minute, also where no response ends
+        if poll:
+            poll()
+
     with bar, ready_to_generate(model, config):
         if has_full_attention(model):
-            loop = functools.partial(decoding_loop, slots=size, seeds=seeds, bar=bar, poll=poll)
-            rows = generate(model, prompts, config, custom_generate=loop)
+            loop = functools.partial(decoding_loop, slots=size, seeds=seeds, ended=end, poll=look)
+            generate(model, prompts, config, custom_generate=loop)
         else:
-            name = type(model).__name__
-            say_once(f"{name} needs a cache of its own: plain generate, in batches")
-            polls, rows = StoppingCriteriaList([Poll(poll)]), []
-            for start in range(0, len(prompts), size):
-                batch = prompts[start : start + size]
-                torch.manual_seed(seeds[start])
-                rows += generate(model, batch, config, stopping_criteria=polls)
-                bar.update(len(batch))
+            generate_in_batches(model, prompts, config, size, seeds, ended=end, poll=look)
     if model.device.type == "cuda":
         # Else AdamW's moments and the update's gradients would settle in pieces of what the cache
         # leaves behind, and memory that is free would be in no piece large enough.
         torch.cuda.empty_cache()
-    return [
-        Response(prompt, ids, ids[-1] not in stops, to_text(tokenizer, ids, True))
-        for prompt, ids in zip(prompts, rows, strict=True)
-    ]
+    return [responses[place] for place in range(len(prompts))]
 
 
 def generate(
     model: Model, prompts: list[list[int]], config: GenerationConfig, **options: Any
-) -> list[list[int]]:
-    """model.generate on all prompts, left-padded -> the ids of each response, its stop id last."""
-    width, pad, stops = max(map(len, prompts)), config.pad_token_id, set(config.eos_token_id)
+) -> torch.Tensor | None:
+    """model.generate on all prompts, left-padded; returns what it returns."""
+    width, pad = max(map(len, prompts)), config.pad_token_id
     rows = [[pad] * (width - len(p)) + p for p in prompts]
     mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
     ids, mask = torch.tensor([rows, mask], device=model.device)  # (N, P) each
     options |= {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
-    out = model.generate(ids, **options)  # (N, P + T)
-    return [until_stop(row.tolist(), stops) for row in out[:, width:].cpu()]
+    return model.generate(ids, **options)
+
+
+def generate_in_batches(
+    model: Model,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+    size: int,
+    seeds: list[int],
+    *,
+    ended: Callable[[int, list[int]], None],
+    poll: Callable[[], None],
+) -> None:
+    """decoding_loop's part for a model whose cache has no slots, by plain `generate`.
+
+    `ended` gets a batch as a whole: if its short responses were kept and its long ones drawn again
+    with another seed, responses would come out too short.
+    """
+    say_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
+    stops, polls = set(config.eos_token_id), StoppingCriteriaList([Poll(poll)])
+    for start in range(0, len(prompts), size):
+        batch = prompts[start : start + size]
+        torch.manual_seed(seeds[start])
+        rows = generate(model, batch, config, stopping_criteria=polls)  # (B, P + T)
+        for place, row in enumerate(rows[:, max(map(len, batch)) :].tolist(), start):
+            ended(place, until_stop(row, stops))
 
 
 class Poll(StoppingCriteria):

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ from support import distributed, progress
 from support.bookkeeping import (
     RunFolder,
     Stopped,
+    fingerprint,
     flag,
     is_due,
     load_optimizer,
@@ -111,8 +113,10 @@ class Config:
     keep_last: int = flag(2, "checkpoints kept")
     log_samples: int = flag(8, "responses of every step that go to samples.jsonl")
     dump_every: int = flag(0, "steps between dumps of tokens for figures.py (0: none)")
-    eval_every: int = flag(0, "steps between evaluations (0: none)")
+    eval_every: int = flag(0, "steps between evaluations, the first before step 1 (0: none)")
     eval_benchmarks: list[str] = flag(["aime24"], "eval.py's names, or .jsonl or .parquet files")
+    eval_limit: int = flag(0, "first problems of each benchmark (0: all)")
+    eval_samples: int = flag(0, "responses to a problem (0: the benchmark's own)")
 
 
 # =========================================================================== the loss, Sec. 2 and 3
@@ -541,6 +545,7 @@ class Task(NamedTuple):
     problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" for a reward of one's own
     reward: Callable[[str, dict], float]
     suite: evaluation.Suite  # of the evaluations on the way
+    fingerprints: dict[str, str]  # of what --data and --reward name
 
 
 def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]:
@@ -765,7 +770,7 @@ def check_flags(cfg: Config) -> None:
     for name in (*sizes.split(), "tokens_per_micro_batch"):
         need(name, getattr(cfg, name) >= 1, "has to be at least 1")
     rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes eval_every"
-    for name in (*rates.split(), "dump_every", "log_samples", "threads"):
+    for name in (*rates.split(), *"dump_every eval_limit eval_samples log_samples threads".split()):
         need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
@@ -779,7 +784,8 @@ def load_task(cfg: Config) -> Task:
     check_flags(cfg)
     tokenizer, reward = load_tokenizer(cfg.model), load_reward(cfg.reward)
     names = cfg.eval_benchmarks if cfg.eval_every else []
-    suite = evaluation.load_benchmarks(names, flag="--eval_benchmarks")
+    sizes = {"samples": cfg.eval_samples, "limit": cfg.eval_limit}
+    suite = evaluation.load_benchmarks(names, **sizes, flag="--eval_benchmarks")
     problems = load_problems(cfg.data, whole_rows=bool(cfg.reward), progress=f"reading {cfg.data}")
     for problem in progress.track(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
@@ -788,22 +794,36 @@ def load_task(cfg: Config) -> Task:
         raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
     dropped = len(problems) - len(kept)
     progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
-    return Task(tokenizer, kept, reward, suite)
+    rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
+    fingerprints = {"data": f"{len(kept)} problems, {fingerprint(rows)}"}
+    if cfg.reward:
+        fingerprints["reward"] = fingerprint(Path(cfg.reward.rpartition(":")[0]).read_bytes())
+    return Task(tokenizer, kept, reward, suite, fingerprints)
 
 
-def evaluated(model: Model, task: Task, cfg: Config) -> dict | None:
-    """Scores on --eval_benchmarks; None where a stop was asked for meanwhile."""
-    names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
-    options = {name: getattr(cfg, name) for name in names}
-    with distributed.gathered(model) as policy:
-        return evaluation.evaluate(policy, task.tokenizer, task.suite, **options)
+def evaluate_if_due(
+    run: RunFolder, model: Model, task: Task, report: progress.Steps, cfg: Config
+) -> None:
+    """Every --eval_every steps, and before the first: a line of scores in metrics.jsonl.
+
+    What a stop or an error has left of an evaluation is continued by --resume: the checkpoint that
+    it needs is saved before.
+    """
+    if run.evaluation_is_due(cfg.eval_every):
+        names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
+        options = {name: getattr(cfg, name) for name in names}
+        with distributed.gathered(model) as policy:
+            where = task.tokenizer, task.suite, run.evaluation_file()
+            scores = evaluation.evaluate(policy, *where, **options)
+        run.end_evaluation(scores)
+        report.evaluated(run.step, scores)
 
 
 def train(cfg: Config) -> None:
     """Algorithm 1, --steps times."""
     task = load_task(cfg)
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
-    run = RunFolder(output, asdict(cfg), resume=bool(cfg.resume))
+    run = RunFolder(output, asdict(cfg), task.fingerprints, resume=bool(cfg.resume))
     model = load_policy(str(run.checkpoint or cfg.model), cfg.gradient_checkpointing)
     reference = load_policy(cfg.model) if with_kl(cfg.method, cfg.beta) else None
     options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
@@ -815,6 +835,7 @@ def train(cfg: Config) -> None:
     not_finite, failure = 0, None
     stop.listen()
     try:
+        evaluate_if_due(run, model, task, report, cfg)
         for step in range(run.step + 1, cfg.steps + 1):
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
             began = time.time()
@@ -837,17 +858,16 @@ def train(cfg: Config) -> None:
                     updates.append(update(model, optimizer, mini_batch, selections[-1], cfg))
                     not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
-            # 3. Write down what happened; evaluate and save when it is time.
+            # 3. Write down what happened; save and evaluate when it is time.
             line |= update_metrics(selections, updates) | {"lr": lr}
             line |= cost_metrics(line["tokens"], began, sampled)
-            if is_due(step, cfg.eval_every):
-                line["eval"] = evaluated(model, task, cfg)
             samples = [sample_row(episode) for episode in episodes]
             run.end_step(line, samples[: cfg.log_samples])
             report.done(line, samples[0])
-            if training and run.save_is_due(cfg.save_every, cfg.save_minutes):
+            if training and run.save_is_due(cfg.save_every, cfg.save_minutes, cfg.eval_every):
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()
+            evaluate_if_due(run, model, task, report, cfg)
     # Neither comes amid updates, so that the weights are those of a whole step. A Stopped is not
     # kept: its traceback holds the rollout's KV cache, whose memory the saving needs.
     except Stopped:

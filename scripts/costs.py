@@ -226,9 +226,14 @@ Response lengths are log-normal (median a fifth of --max_new_tokens, sigma 1, cu
 tokens; as many rows are decoded at a time as fit, and the slowest rank counts. A parameter and
 token cost 2 operations to score and 8 to update, and before every mini-batch but the first the
 right half is scored again: at 40 % of the card's published dense bfloat16 peak. No group has A = 0.
-Evaluations, grading, communication between GPUs and checkpoints are not counted. GB: to download,
-the weights; on disk, these and the checkpoints. A run that ends its responses later than assumed
-costs more, in proportion to the decoding steps."""
+The hours of a run hold its evaluations, which are sampled like rollouts. Grading, communication
+between GPUs and checkpoints are not counted. GB: to download, the weights; on disk, these and the
+checkpoints. A run that ends its responses later than assumed costs more, in proportion to the
+decoding steps."""
+TABLE = "eval.py's whole table, six benchmarks under two decodings, by the same assumptions:"
+TABLES = [("1.7B", 1), ("1.7B", 8), ("8B", 1), ("8B", 8)]  # on an H100 each
+PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40}
+PROBLEMS |= {"math500": 500, "minerva": 272, "olympiadbench": 674}
 
 
 def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
@@ -252,14 +257,33 @@ def rollout_time(
         while waiting and len(running) < slots:
             running.append((0, waiting.pop()))  # tokens that it has, and will have
         longest = PROMPT + max(has for has, _ in running)
-        taken += more * step_seconds(len(running), longest)
-        steps += more
-        running = [(has + more, end) for has, end in running if has + more < end]
+        rounds = min(math.ceil((end - has) / more) for has, end in running)  # until a slot is free
+        times = (step_seconds(len(running), longest + more * i) for i in range(rounds))
+        taken, steps, made = taken + more * sum(times), steps + more * rounds, more * rounds
+        running = [(has + made, end) for has, end in running if has + made < end]
     return taken, steps
 
 
+def sampling_time(
+    lengths: list[int], rows: int, gpus: int, step_seconds: Callable[[int, int], float]
+) -> tuple[float, int]:
+    """Seconds and decoding steps of the slowest rank for responses of these lengths."""
+    shares = [lengths[rank::gpus] for rank in range(gpus)]
+    return max(rollout_time(share, rows, step_seconds) for share in shares)
+
+
+def response_lengths(count: int, max_new_tokens: int) -> list[int]:
+    return log_normal_lengths(count, max_new_tokens / 5, max_new_tokens, sigma=1.0)
+
+
+def evaluation_size(names: list[str], limit: int = 0, samples: int = 0) -> int:
+    """Responses under one decoding."""
+    own = {benchmark.key: benchmark.samples for benchmark in evaluation.BENCHMARKS}
+    return sum(min(PROBLEMS[n], limit or PROBLEMS[n]) * (samples or own[n]) for n in names)
+
+
 class Cost(NamedTuple):
-    """Of a training step."""
+    """Of a training step, and of an evaluation."""
 
     responses: int
     tokens: float  # of a response, on average
@@ -268,10 +292,18 @@ class Cost(NamedTuple):
     sampling: float  # seconds, as scoring and update
     scoring: float
     update: float
+    evaluated: int  # responses of an evaluation, 0 where there is none
+    evaluation: float  # seconds of one
 
     @property
     def seconds(self) -> float:
+        """Of a step."""
         return self.sampling + self.scoring + self.update
+
+    def hours(self, cfg: stapo.Config) -> float:
+        """Of a run, with its evaluations: one before step 1 and then one every so many steps."""
+        evaluations = cfg.steps // cfg.eval_every + 1 if cfg.eval_every else 0
+        return (cfg.steps * self.seconds + evaluations * self.evaluation) / 3600
 
 
 def step_seconds(model: Qwen3ForCausalLM, card: Card, host: float) -> Callable[[int, int], float]:
@@ -299,17 +331,19 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card, host
     if rows == 0 or not update_fits(held, card.gb):
         raise ValueError(f"{cfg.model} does not fit on {gpus} x {card.gb} GB")
     count = cfg.batch_size * cfg.group_size
-    lengths = log_normal_lengths(count, cfg.max_new_tokens / 5, cfg.max_new_tokens, sigma=1.0)
-
-    shares = [lengths[rank::gpus] for rank in range(gpus)]
+    lengths = response_lengths(count, cfg.max_new_tokens)
     of_step = step_seconds(model, card, host)
-    sampling, steps = max(rollout_time(share, rows, of_step) for share in shares)
+    sampling, steps = sampling_time(lengths, rows, gpus, of_step)
+    size = evaluation_size(cfg.eval_benchmarks, cfg.eval_limit, cfg.eval_samples)
+    evaluated = response_lengths(size if cfg.eval_every else 0, cfg.max_new_tokens)
+    evaluation_seconds, _ = sampling_time(evaluated, rows, gpus, of_step)
     tokens = sum(lengths) + PROMPT * count
     scoring = 2 * parameters(model) * tokens / (SHARE * card.flops * gpus)
     statistics_pass = 0.5 * (1 - cfg.mini_batch_size / cfg.batch_size) * scoring
     update = 8 / 2 * scoring + statistics_pass
-    rows = min(rows, len(shares[0]))
-    return Cost(count, sum(lengths) / count, rows, steps, sampling, scoring, update)
+    rows = min(rows, math.ceil(count / gpus))
+    step = count, sum(lengths) / count, rows, steps, sampling, scoring, update
+    return Cost(*step, len(evaluated), evaluation_seconds)
 
 
 def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
@@ -327,7 +361,8 @@ def span(low: float, high: float, digits: int = 1) -> str:
 @functools.cache
 def costs_table() -> str:
     heading = ["run", "GPUs", "responses x mean tokens", "rows", "decoding steps"]
-    heading += ["minutes a step: sampling + scoring + update", "steps", "hours"]
+    heading += ["minutes a step: sampling + scoring + update", "steps"]
+    heading += ["an evaluation: responses, minutes", "hours of the run"]
     heading += ["GB to download", "GB on disk"]
     rows = []
     for run, machines in RUNS.items():
@@ -340,10 +375,40 @@ def costs_table() -> str:
             minutes += span(low.seconds / 60, high.seconds / 60)
             cells = [run, f"{gpus} x {card}", f"{low.responses:,} x {low.tokens:,.0f}"]
             cells += [f"{low.rows}", f"{low.decoding_steps:,}", minutes, f"{cfg.steps:,}"]
-            hours = [cfg.steps * found.seconds / 3600 for found in (low, high)]
+            minutes = f"{low.evaluated:,}, {span(low.evaluation / 60, high.evaluation / 60)}"
+            cells += [minutes if low.evaluated else "none"]
+            hours = [found.hours(cfg) for found in (low, high)]
             cells += [span(*hours, digits=0 if hours[1] > 100 else 1), f"{weights:.1f}"]
             rows.append([*cells, f"{weights * (1 + 6 * (cfg.keep_last + 1)):.0f}"])
     return markdown(heading, rows)
+
+
+def table_hours(name: str, gpus: int, card: Card, host: float) -> tuple[int, float]:
+    """Rows decoded at a time under the decoding that leaves fewer, and hours of both decodings.
+
+    host: seconds of a launch.
+    """
+    model, cfg = empty_model(name), evaluation.Config(model="")
+    free = 1e9 * card.gb - 2 * parameters(model)
+    longest = stapo.Config.max_prompt_tokens + cfg.max_new_tokens
+    lengths = response_lengths(evaluation_size(cfg.benchmarks), cfg.max_new_tokens)
+    of_step, seconds, fit = step_seconds(model, card, host), 0.0, []
+    for _, top_p in evaluation.parse_decodings(cfg.decoding).values():
+        fit.append(rows_that_fit(model.config, longest, free, cfg.rollout_batch_size, top_p))
+        seconds += sampling_time(lengths, fit[-1], gpus, of_step)[0]
+    return min(fit), seconds / 3600
+
+
+def evaluations_table() -> str:
+    cfg, rows = evaluation.Config(model=""), []
+    lengths = response_lengths(evaluation_size(cfg.benchmarks), cfg.max_new_tokens)
+    count, tokens = len(lengths), sum(lengths)
+    for name, gpus in TABLES:
+        found = [table_hours(name, gpus, CARDS["H100"], host) for host in HOST_SECONDS]
+        (fit, low), (_, high) = found
+        cells = [name, f"{gpus} x H100", f"{2 * count:,} x {tokens / count:,.0f}"]
+        rows.append([*cells, f"{fit}", span(low, high)])
+    return markdown(["model", "GPUs", "responses x mean tokens", "rows", "hours"], rows)
 
 
 def compared() -> str:
@@ -464,4 +529,5 @@ def step_sentence(step: Count) -> str:
 
 if __name__ == "__main__":
     print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{compared()}\n")
+    print(f"{TABLE}\n\n{evaluations_table()}\n")
     print(step_sentence(counted_step(empty_model("1.7B"))))

@@ -48,8 +48,8 @@ TRAINING = {
 QUANTILES = {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)}
 INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it computes; the seed
     "seed output resume steps save_every save_minutes keep_last eval_every eval_benchmarks "
-    "dump_every log_samples rollout_batch_size tokens_per_micro_batch gradient_checkpointing "
-    "threads".split()
+    "eval_limit eval_samples dump_every log_samples rollout_batch_size tokens_per_micro_batch "
+    "gradient_checkpointing threads".split()
 )
 TOKEN_KEYS = ("p", "entropy", "collision", "advantage", "silenced", "weight")
 KINDS = {True: ("spurious", "silenced", "#D55E00"), False: ("exploratory", "kept", "#0072B2")}
@@ -70,10 +70,11 @@ class Group:
 def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     """metrics.jsonl -> metric -> {step: mean of the last `window` values}, nulls left out.
 
-    The score of an evaluation becomes the metric eval/BENCHMARK, which is not smoothed.
+    The score of an evaluation, step 0 being the model before the first, becomes the metric
+    eval/BENCHMARK, which is not smoothed.
     """
     series: dict[str, dict[int, float]] = {}
-    lines = log.read_text("utf-8").splitlines()
+    lines = log.read_text("utf-8").splitlines() if log.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -86,7 +87,7 @@ def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
                 raise ValueError(f"{log} line {number} is no metrics line: {error!r}") from error
             print(f"{log}: the last line ({number}) is torn and skipped", file=sys.stderr)
     if not series:
-        raise ValueError(f"{log} holds no step: wait until the run has finished one")
+        raise ValueError(f"{log} holds no step and no evaluation: wait for the first")
     for key in [key for key in series if not key.startswith("eval/")]:
         steps, values = zip(*sorted(series[key].items()), strict=True)
         ends = range(1, len(steps) + 1)

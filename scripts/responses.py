@@ -53,6 +53,8 @@ h2 { font-size: 1rem; font-weight: 600; margin: 0; white-space: pre-wrap; overfl
 .tokens, .sample, .tokens > ::after { font-family: ui-monospace, Menlo, Consolas, monospace; }
 .tokens { margin-top: .8rem; line-height: 2; white-space: pre-wrap; overflow-wrap: anywhere; }
 .tokens > *, .sample { border-radius: .2em; padding: .12em 0; cursor: default; }
+/* A token that is written from right to left leaves its neighbours in their order. */
+.tokens > * { unicode-bidi: isolate; }
 .sample { padding: .12em .45em; font-size: .875rem; white-space: nowrap; }
 .spurious { background: var(--spurious); border-bottom: 2px solid var(--orange); }
 .exploring { background: var(--exploring); border-bottom: 2px dotted var(--blue); }

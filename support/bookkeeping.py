@@ -6,6 +6,7 @@ Read from top to bottom: flags, the run directory, checkpoints, the wish to stop
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
-from support.distributed import all_max, barrier, broadcast, rank
+from support.distributed import all_max, barrier, broadcast, rank, wait_for_rank_0
 from support.errors import InputError
 
 # A single process saves checkpoints too.
@@ -47,8 +48,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 # What a resumed run may change: how long, how often and with how much memory, not what it computes.
 CHANGEABLE = set(
-    "steps save_every save_minutes keep_last dump_every eval_every eval_benchmarks log_samples "
-    "rollout_batch_size tokens_per_micro_batch gradient_checkpointing threads".split()
+    "steps save_every save_minutes keep_last dump_every eval_every eval_benchmarks eval_limit "
+    "eval_samples log_samples rollout_batch_size tokens_per_micro_batch gradient_checkpointing "
+    "threads".split()
 )
 
 
@@ -69,8 +71,7 @@ class Parser(HfArgumentParser):
         return shlex.split(arg_line, comments=True)
 
     def error(self, message: str) -> NoReturn:
-        if rank() > 0:  # rank 0 says it
-            sys.exit(2)
+        wait_for_rank_0()
         super().error(message)
 
 
@@ -109,23 +110,25 @@ def parse_flags(
 
 
 class RunFolder:
-    """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints.
+    """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
-    `step` is the last whole step, and `checkpoint` the folder to continue from or None. Raises
-    InputError where the directory cannot be written or holds a run that was not asked for.
+    `step` is the last whole step, and `checkpoint` the folder to continue from or None.
+    `fingerprints` has an entry for each flag that names a file: it changes when the file does, and
+    config.json keeps it. Raises InputError where the directory cannot be written or holds a run
+    that was not asked for, and where a resumed run would go on with other files than it began with.
     """
 
-    def __init__(self, output: str, config: dict[str, Any], *, resume: bool = False):
+    def __init__(
+        self,
+        output: str,
+        config: dict[str, Any],
+        fingerprints: dict[str, str],
+        *,
+        resume: bool = False,
+    ):
         self.path = Path(broadcast(output))  # a default name holds the time: rank 0's counts
+        self.refuse(config, fingerprints, resume)
         saved = checkpoints(self.path)
-        log = self.path / "metrics.jsonl"
-        begun = log.exists() and log.stat().st_size > 0
-        if not resume and (saved or begun):
-            hint = f"continue it with --resume {self.path} or name another directory"
-            raise InputError(f"--output {self.path} holds a run: {hint}")
-        if resume and begun and not saved:
-            hint = "start anew in another --output"
-            raise InputError(f"--resume {self.path}: holds no checkpoint; {hint}")
         self.checkpoint = saved[-1] if saved else None
         self.step = self.saved = step_of(self.checkpoint)
         if config["steps"] < self.step:
@@ -133,7 +136,28 @@ class RunFolder:
         barrier()  # every rank has looked before rank 0 writes
         self.saved_at = time.time()
         if rank() == 0:
-            self.prepare(config)
+            self.prepare(config | {f"{k}_fingerprint": v for k, v in fingerprints.items()})
+        evaluated = [line["step"] for line in self.lines() if line.get("eval")]
+        self.evaluated = broadcast(max(evaluated, default=-1))  # the step of the last evaluation
+
+    def refuse(self, config: dict[str, Any], fingerprints: dict[str, str], resume: bool) -> None:
+        """Raise InputError where this run is not the one that the directory holds."""
+        steps = [row["step"] for _, row in whole_rows(self.path / "metrics.jsonl")]
+        saved = checkpoints(self.path)
+        if not resume and (saved or steps or (self.path / "evaluations").exists()):
+            hint = f"continue it with --resume {self.path} or name another directory"
+            raise InputError(f"--output {self.path} holds a run: {hint}")
+        if resume and any(steps) and not saved:  # step 0 is the evaluation before the first
+            hint = "start anew in another --output"
+            raise InputError(f"--resume {self.path}: holds no checkpoint; {hint}")
+        held = json.loads((self.path / "config.json").read_text()) if resume else {}
+        for name, own in fingerprints.items():
+            began = held.get(f"{name}_fingerprint", own)
+            if own != began:
+                other = f"is not what {self.path} began with ({own}, not {began})"
+                raise InputError(
+                    f"--{name} {config[name]}: {other}; start anew in another --output"
+                )
 
     def prepare(self, config: dict[str, Any]) -> None:
         """Write config.json, and cut the records back to the checkpoint: later steps come again."""
@@ -142,18 +166,37 @@ class RunFolder:
             write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
                 cut_back(self.path / name, self.step)
+            for file in self.path.glob("evaluations/step_*"):
+                if int(file.name[5:11]) > self.step:
+                    file.unlink()
         except OSError as error:
             message = f"--output {self.path}: cannot be written ({error.strerror})"
             raise InputError(message) from error
 
+    def append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Add lines to a .jsonl file."""
+        if rank() == 0:
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""
         self.step = line["step"]
-        if rank() == 0:
-            samples = [{"step": self.step} | sample for sample in samples]
-            for name, rows in (("samples.jsonl", samples), ("metrics.jsonl", [nan_to_null(line)])):
-                with open(self.path / name, "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.append("samples.jsonl", [{"step": self.step} | sample for sample in samples])
+        self.append("metrics.jsonl", [nan_to_null(line)])
+
+    def evaluation_is_due(self, every: int) -> bool:
+        """Whether the last whole step (0: none yet) is to be evaluated and has not been."""
+        return is_due(self.step, every) and self.step > self.evaluated
+
+    def evaluation_file(self) -> Path:
+        """Where the responses of the evaluation after the last whole step go."""
+        return self.path / "evaluations" / f"step_{self.step:06d}.jsonl"
+
+    def end_evaluation(self, scores: dict[str, dict]) -> None:
+        """Append the scores after the last whole step to metrics.jsonl."""
+        self.evaluated = self.step
+        self.append("metrics.jsonl", [{"step": self.step, "eval": scores}])
 
     def write_dump(self, dump: dict[str, Any]) -> None:
         """A step's tokens for scripts/figures.py, from support/dumps.py."""
@@ -163,14 +206,17 @@ class RunFolder:
             write_whole(file, json.dumps(dump))
 
     def lines(self) -> list[dict[str, Any]]:
-        """The metrics of every step so far; rank 0 has them, other nodes may not have the file."""
-        text = (self.path / "metrics.jsonl").read_text("utf-8") if rank() == 0 else ""
-        return [json.loads(line) for line in text.splitlines()]
+        """Those of metrics.jsonl so far; rank 0 has them, other hosts may not have the file."""
+        return [row for _, row in whole_rows(self.path / "metrics.jsonl")] if rank() == 0 else []
 
-    def save_is_due(self, every: int, minutes: float) -> bool:
-        """Whether it is time for a checkpoint, by steps or by minutes (0: not by these)."""
+    def save_is_due(self, every: int, minutes: float, eval_every: int) -> bool:
+        """Whether it is time for a checkpoint, by steps or by minutes (0: not by these).
+
+        There is one before every evaluation: what that leaves belongs to these weights.
+        """
         late = 0 < minutes <= (time.time() - self.saved_at) / 60
-        return is_due(self.step, every) or all_max(int(late)) > 0  # the same on all ranks
+        late = all_max(int(late)) > 0  # the same on all ranks
+        return late or is_due(self.step, every) or is_due(self.step, eval_every)
 
     def save(self, model: Model, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
         """A checkpoint of the last whole step, unless it exists; the newest `keep` ones stay."""
@@ -186,13 +232,15 @@ def is_due(step: int, every: int) -> bool:
 
 def cut_back(file: Path, step: int) -> None:
     """Leave the rows of a .jsonl file up to a step; a line that a crash tore goes too."""
-    kept = []
-    for line in file.read_bytes().split(b"\n") if file.exists() else []:
-        try:
-            kept += [line.decode() + "\n"] if json.loads(line)["step"] <= step else []
-        except ValueError:
-            continue
+    kept = [line.decode() + "\n" for line, row in whole_rows(file) if row["step"] <= step]
     write_whole(file, "".join(kept))
+
+
+def whole_rows(file: Path) -> Iterator[tuple[bytes, dict]]:
+    """The lines of a .jsonl file that may not exist, and what they hold; not one that is torn."""
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            yield line, json.loads(line)
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -200,6 +248,12 @@ def write_whole(file: Path, text: str) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(text, "utf-8")
     partial.replace(file)
+
+
+def fingerprint(value: Any) -> str:
+    """16 hexadecimal digits that tell a value from others: of the SHA-256 of its JSON."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def nan_to_null(metrics: dict[str, Any]) -> dict[str, Any]:

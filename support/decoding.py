@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache
@@ -101,14 +99,15 @@ def decoding_loop(
     *,
     slots: int,
     seeds: list[int],
-    bar: tqdm,
+    ended: Callable[[int, list[int]], None],
     poll: Callable[[], None],
     **inputs: Any,
-) -> torch.Tensor:
-    """What `generate` runs: left-padded prompts (N, P) -> prompts and responses (N, P + T).
+) -> None:
+    """What `generate` runs, on left-padded prompts (N, P).
 
-    `slots` rows are decoded at a time; behind a response's end stands the pad id. `bar` counts
-    responses. `poll` is called every few tokens; what it raises ends the sampling.
+    `slots` rows are decoded at a time. As soon as a response has ended, `ended` is called with the
+    place of its prompt and with its ids, the stop id included. `poll` is called every few tokens.
+    What either of them raises ends the sampling.
     """
     # The mask is None where nothing is padded. It is no parameter, or generate would not see it.
     mask = inputs.pop("attention_mask")
@@ -126,7 +125,6 @@ def decoding_loop(
     waiting, running = list(range(len(rows))), []  # numbers of rows; running: one for each slot
     while waiting or running:
         poll()
-        bar.update(0)  # a log gets its line a minute, also where no response ends
         # 1. The next prompts are read into the free slots, which are the last.
         first, free = len(running), slots - len(running)
         running, waiting = running + waiting[:free], waiting[free:]
@@ -143,14 +141,11 @@ def decoding_loop(
             row = rows[running[slot]]
             row += until_stop(tokens[slot], stops)
             if row[-1] in stops or left[slot] == steps:
-                bar.update()
+                ended(running[slot], row[lengths[running[slot]] :])
                 running[slot] = running[-1]
                 running.pop()
                 if slot < len(running):
                     cache.move(len(running), slot)
-    responses = [torch.tensor(row[length:]) for row, length in zip(rows, lengths, strict=True)]
-    padded = pad_sequence(responses, True, generation_config.pad_token_id)  # (N, T)
-    return torch.cat([prompts, padded.to(prompts.device)], 1)
 
 
 def prefill(forward: Callable, cache: SlotCache, first: int, prompts: list[list[int]]) -> None:

@@ -98,9 +98,7 @@ def end_process(program: str, error: BaseException) -> NoReturn:
     if isinstance(error, SystemExit):  # of the parser or of a stop, which have said why
         code = error.code if isinstance(error.code, int) else 1
     elif isinstance(error, (InputError, OSError)):
-        # Mostly every rank has the same one. Rank 0 says it, and torchrun ends the others before
-        # their turn comes, unless rank 0 has not failed.
-        time.sleep(2 if rank() > 0 else 0)
+        wait_for_rank_0()
         print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
     else:
         print(f"{program}: rank {rank()} has failed", file=sys.stderr)
@@ -110,6 +108,14 @@ def end_process(program: str, error: BaseException) -> NoReturn:
     os._exit(code)
 
 
+def wait_for_rank_0() -> None:
+    """Before a message that mostly every rank has: rank 0 says it, and torchrun ends the others.
+
+    A rank whose error is its own says it after that.
+    """
+    time.sleep(2 if rank() > 0 else 0)
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -117,6 +123,12 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def place_on_host() -> tuple[int, int]:
+    """This rank's number among those of its host, and how many a host has at most."""
+    own, ranks = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return own, all_max(max(own + 1, ranks))
 
 
 def all_sum(values: dict[str, Any]) -> dict[str, float]:

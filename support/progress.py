@@ -1,12 +1,16 @@
-"""How far the work has come: bars on a terminal, plain lines where stderr is a file.
+"""How far the work has come: bars on a terminal, plain lines where stderr is a file; `follow`.
 
 A log file keeps every refresh of a bar, so it gets none: a line for each training step, and for a
 phase of more than a minute a line a minute. Ranks other than 0 say nothing.
 """
 
+import contextlib
+import json
+import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
@@ -25,7 +29,7 @@ class Lines:
     """The part of tqdm's interface that this project uses, as one line a minute on stderr."""
 
     def __init__(self, total: int, name: str) -> None:
-        self.total, self.name, self.count, self.postfix = total, name, 0, ""
+        self.total, self.name, self.count = total, name, 0
         self.began = self.spoke = time.monotonic()
 
     def update(self, count: int = 1) -> None:
@@ -34,11 +38,7 @@ class Lines:
         if now - self.spoke >= MINUTE:
             self.spoke, minutes = now, (now - self.began) / 60
             text = f"{self.name}: {self.count} of {self.total} after {minutes:.0f} min"
-            print(text + self.postfix, file=sys.stderr, flush=True)
-
-    def set_postfix(self, *, refresh: bool = True, **values: str) -> None:
-        """Words at the end of the next line; `refresh` is tqdm's and means nothing here."""
-        self.postfix = "".join(f", {key} {value}" for key, value in values.items())
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass
@@ -93,11 +93,19 @@ class Steps:
             self.warned = True
             warn(SAMPLING_WARNING.format(**line))
 
+    def evaluated(self, step: int, scores: dict[str, dict]) -> None:
+        """An evaluation is whole."""
+        found = ", ".join(f"{name} {with_error(score)}" for name, score in scores.items())
+        warn(f"evaluation after step {step}: {found}")
+
     def close(self, lines: list[dict], folder: str, training: bool) -> None:
-        """Say what the run did, from the metrics of its steps, and what to do next."""
+        """Say what the run did, from the lines of metrics.jsonl, and what to do next."""
         self.bar.close()
+        for text in first_and_last_scores([line for line in lines if line.get("eval")]):
+            say(text)
+        lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
         if not lines:
-            say(f"no step is whole yet: {folder} holds no checkpoint")
+            say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
             return
         first, last = lines[0], lines[-1]
         if training:
@@ -113,11 +121,52 @@ class Steps:
         say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 
+def follow(folder: str, seconds: float = 10) -> Iterator[dict]:
+    """The lines of a run's metrics.jsonl and those to come, until the run's end or Ctrl-C.
+
+    The scores of an evaluation are flat: `eval/aime24`, in percent. What a resumed run has cut off
+    and made again comes again.
+    """
+    config, log = Path(folder, "config.json"), Path(folder, "metrics.jsonl")
+    lines, last = [], None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            sent, lines = lines, log.read_text("utf-8").split("\n")[:-1] if log.exists() else []
+            for line in map(json.loads, lines[len(os.path.commonprefix([sent, lines])) :]):
+                scores = line.pop("eval", None) or {}
+                last = line["step"], bool(scores)
+                yield line | {f"eval/{name}": score["mean"] for name, score in scores.items()}
+            flags = json.loads(config.read_text("utf-8"))  # --resume may change them
+            steps, every = flags["steps"], flags["eval_every"]
+            if last == (steps, every > 0 and steps % every == 0):  # the last may be an evaluation
+                return
+            time.sleep(seconds)
+
+
 SAMPLING_WARNING = (
     "step {step}: the sampler does not draw from the policy that is trained: -ln p of the sampled "
     "tokens is {sampling_gap:+.4f} nats from the entropy on average (z = {sampling_z:+.1f}). "
     "Look for a temperature, top-p, top-k, stale weights or another precision."
 )
+
+
+def with_error(score: dict) -> str:
+    """A benchmark's mean in percent, with its standard error where there is one."""
+    error = score["standard_error"]
+    return f"{score['mean']:.1f}" + ("" if error is None else f" ± {error:.1f}")
+
+
+def first_and_last_scores(evaluations: list[dict]) -> Iterator[str]:
+    """A line for each benchmark of the last evaluation, which begins `aime24: 3.1 -> 5.4 ± 1.9`."""
+    last = evaluations[-1] if evaluations else {"eval": {}}
+    for name, score in last["eval"].items():
+        first = next(line for line in evaluations if name in line["eval"])
+        steps, text = f"step {last['step']}", f"{name}: "
+        if first is not last:
+            text += f"{first['eval'][name]['mean']:.1f} -> "
+            steps = f"steps {first['step']} and {last['step']}"
+        about = f"percent, after {steps}; ± is the standard error over {score['problems']} problems"
+        yield f"{text}{with_error(score)} ({about})"
 
 
 def response_in_words(sample: dict, step: int) -> str:

@@ -4,6 +4,7 @@
 imported torch, transformers and datasets once.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import torch
 
 import stapo
 from rollout import Response
-from support import distributed
+from support import bookkeeping, distributed
 
 ROOT = Path(__file__).parent.parent
 PROMPTS, GROUP = 8, 4
@@ -197,22 +199,41 @@ def run(case: str, folder: Path) -> None:
         torch.save({"gradients": gradients, "metrics": lines}, f"{output}.pt")
 
 
+# ------------------------------------------------------- evaluations, and clocks that are not equal
+
+
+def train_with_clocks_apart(output: Path) -> None:
+    """Two steps with an evaluation before and after them, and a checkpoint an hour.
+
+    On the second rank an hour goes by whenever the clock is looked at.
+    """
+    if os.environ.get("RANK") == "1":
+        hours = itertools.count()
+        bookkeeping.time = types.SimpleNamespace(time=lambda: 3600.0 * next(hours))
+    stapo.main(
+        f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 4
+        --mini_batch_size 2 --group_size 4 --max_new_tokens 16 --save_every 0 --save_minutes 60
+        --eval_every 2 --eval_benchmarks tests/tiny/test.jsonl --eval_limit 5 --eval_samples 3
+        --output {output}""".split()
+    )
+
+
 # ------------------------------------------------------------------------------- a rank that fails
 
 
 def fail_in(place: str, folder: Path) -> None:
     """stapo.py on two ranks, where leaving the process group waits forever, as NCCL's can.
 
-    The last rank fails in the second step: in the rollout, in scoring, in an update; or rank 0
-    does, while it writes a file.
+    The last rank fails in the second step: in the rollout or in an update; or rank 0
+    does, while it writes a file; or one rank alone has a flag that does not exist.
     """
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
     name, owner, failing = {
         "rollout": ("sample", stapo, 1),
-        "scoring": ("score", stapo, 1),
         "update": ("update", stapo, 1),
         "writing": ("end_step", stapo.RunFolder, 0),
         "input": ("load_reward", stapo, 1),
+        "flags": ("load_reward", stapo, 1),
     }[place]
     real, calls = getattr(owner, name), []
 
@@ -223,9 +244,11 @@ def fail_in(place: str, folder: Path) -> None:
             raise kind(f"a failure in the {place}")
         return real(*args, **options)
 
-    setattr(owner, name, failing_once)
-    stapo.main(
-        f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 4
+    flags = f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 4
         --mini_batch_size 2 --group_size 2 --max_new_tokens 8 --save_every 0
-        --output {folder}/{place}""".split()
-    )
+        --output {folder}/{place}"""
+    if place == "flags":
+        flags += " --a_failure_in_the_flags 1" if int(os.environ["RANK"]) == failing else ""
+    else:
+        setattr(owner, name, failing_once)
+    stapo.main(flags.split())

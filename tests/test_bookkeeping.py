@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from conftest import ROOT, TINY
 from test_distributed import lines
 
+import eval as evaluation
 import stapo
 from rollout import check_head, load_problems
 from support import bookkeeping, decoding, distributed, progress
@@ -255,19 +257,90 @@ def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
     assert [row["step"] for row in lines(output)] == list(range(1, done + 2))
 
 
-def test_a_stop_during_an_evaluation_ends_it(tmp_path, monkeypatch):
-    """The step's line is written without scores, and the step is saved."""
-    real, calls = stapo.evaluation.rollout.sample, []
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Flags of a run of one step with evaluations of 6 x 2 responses around it, and that run."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    problems = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
+    (folder / "six.jsonl").write_text("".join(problems[:8]))
+    flags = f"--steps 1 --eval_every 1 --eval_benchmarks {folder}/six.jsonl --eval_limit 6"
+    flags += " --eval_samples 2 --rollout_batch_size 4"
+    run(folder / "run", flags)
+    return flags, folder / "run"
 
-    def sample(*args, **options):
-        calls.append(args)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args, **options)
 
-    monkeypatch.setattr(stapo.evaluation.rollout, "sample", sample)
-    run(tmp_path / "run", f"--eval_every 1 --eval_benchmarks {TINY}/test.jsonl")
-    assert len(calls) == 1 and rows(tmp_path / "run" / "metrics.jsonl")[0]["eval"] is None
-    assert [p.name for p in bookkeeping.checkpoints(tmp_path / "run")] == ["step_000001"]
+def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_path, capsys):
+    flags, whole = evaluated
+    log = rows(whole / "metrics.jsonl")
+    assert [line["step"] for line in log] == [0, 1, 1] and set(log[0]) == {"step", "eval"}
+    score = log[2]["eval"]["six"]
+    assert (score["problems"], score["samples"]) == (6, 2) and set(log[2]) == {"step", "eval"}
+    run(tmp_path / "run", "--steps 1 --rollout_batch_size 4")
+    assert lines(tmp_path / "run") == lines(whole)[1:2]
+    capsys.readouterr()
+    stapo.main(["--resume", str(whole)])  # nothing is left to do
+    said = f"six: {log[0]['eval']['six']['mean']:.1f} -> {score['mean']:.1f} ± "
+    assert f"{said}{score['standard_error']:.1f} (percent, after steps 0 and 1; ± is the " in (
+        capsys.readouterr().out
+    )
+    assert rows(whole / "metrics.jsonl") == log
+
+
+@pytest.mark.parametrize("step, how", [(0, "stop"), (1, "error")])
+def test_an_evaluation_that_was_cut_off_is_continued(evaluated, tmp_path, monkeypatch, step, how):
+    """Every response that had ended is kept, and none is sampled twice."""
+    flags, whole = evaluated
+    output, real, seen = tmp_path / "run", evaluation.rollout.sample, []
+
+    def sample(*args, ended, **options):
+        def spied(place, response):
+            ended(place, response)
+            seen.append(response)
+            if len(seen) == 12 * step + 5:
+                os.kill(os.getpid(), signal.SIGTERM) if how == "stop" else 1 / 0
+
+        return real(*args, ended=spied, **options)
+
+    monkeypatch.setattr(evaluation.rollout, "sample", sample)
+    with contextlib.nullcontext() if how == "stop" else pytest.raises(ZeroDivisionError):
+        run(output, flags)
+    kept = len(rows(output / "evaluations" / f"step_00000{step}.jsonl"))
+    assert 5 <= kept < 12 and kept == len(seen) - 12 * step
+    assert len(lines(output)) == 2 * step if (output / "metrics.jsonl").exists() else step == 0
+    with pytest.raises(SystemExit, match="holds a run: continue it with --resume"):
+        run(output, flags)
+    stapo.main(["--resume", str(output)])
+    assert lines(output) == lines(whole) and len(seen) == 2 * 12
+    for name in ("step_000000.jsonl", "step_000001.jsonl"):
+        texts = [(path / "evaluations" / name).read_bytes() for path in (output, whole)]
+        assert texts[0] == texts[1]
+
+
+def test_the_evaluation_before_step_1_needs_no_checkpoint(evaluated, tmp_path):
+    output = copied(evaluated[1], tmp_path / "run")
+    shutil.rmtree(output / "checkpoints")
+    first = rows(output / "metrics.jsonl")[0]
+    (output / "metrics.jsonl").write_text(json.dumps(first) + "\n")
+    stapo.main(["--resume", str(output)])
+    assert lines(output) == lines(evaluated[1])
+
+
+def test_evaluations_after_the_checkpoint_are_made_again(evaluated, tmp_path):
+    """Their weights are made again, too: on a GPU these may differ in rounding."""
+    output = copied(evaluated[1], tmp_path / "run")
+    made = rows(output / "evaluations" / "step_000001.jsonl")
+    stale = "".join(json.dumps(row | {"response": "stale"}) + "\n" for row in made)
+    for name in ("step_000002.jsonl", "step_000002.rank1.jsonl"):
+        (output / "evaluations" / name).write_text(stale)
+    with open(output / "metrics.jsonl", "a") as log:
+        log.write(json.dumps({"step": 2, "accuracy": 0.5}) + "\n")
+        log.write(json.dumps({"step": 2, "eval": {}}) + "\n")
+    stapo.main(["--resume", str(output), "--steps", "2"])
+    assert [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
+    made = rows(output / "evaluations" / "step_000002.jsonl")
+    assert len(made) == 12 and "stale" not in [row["response"] for row in made]
+    names = {path.name for path in (output / "evaluations").iterdir()}
+    assert names == {f"step_00000{step}.jsonl" for step in range(3)}
 
 
 def test_cutting_back_keeps_every_character(tmp_path):
@@ -336,6 +409,27 @@ def test_a_reward_that_cannot_be_used_is_one_clear_line(own, capsys, spec, why):
     assert message.startswith(f"stapo.py: --reward {own}/{spec}") and why in message
 
 
+def test_a_run_goes_on_with_the_data_and_the_reward_that_it_began_with(own, capsys):
+    run(own / "run", f"--data {own}/problems.jsonl --reward {own}/own.py:length --steps 1")
+    held = (own / "run" / "config.json").read_bytes()
+    assert json.loads(held)["data_fingerprint"].startswith("6 problems, ")
+    for name, change in (
+        ("problems.jsonl", lambda text: "\n".join(reversed(text.split("\n")))),
+        ("problems.jsonl", lambda text: text.replace('"scale": 60', '"scale": 61')),
+        ("problems.jsonl", lambda text: text + "\n" + text.replace("+1", "+2")),
+        ("own.py", lambda text: text.replace('row["scale"]', 'row["scale"] + 1')),
+    ):
+        text = (own / name).read_text()
+        (own / name).write_text(change(text))
+        message = refused(capsys, f"--resume {own}/run --steps 2")
+        flag = "--reward" if name == "own.py" else "--data"
+        assert f"{flag} {own}/{name}" in message and f"{own}/run began with" in message
+        (own / name).write_text(text)
+    assert (own / "run" / "config.json").read_bytes() == held
+    stapo.main(f"--resume {own}/run --steps 2".split())
+    assert len(lines(own / "run")) == 2
+
+
 def test_an_error_of_one_rank_is_every_ranks(monkeypatch):
     """Rank 0's reward works, rank 1's failed: rank 0 raises what rank 1 says."""
     monkeypatch.setattr(stapo, "gather", lambda failure: [failure, "rank 1's"])
@@ -401,9 +495,9 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(finished, tmp_path, monkeyp
 
 
 def test_seeds_of_a_long_run_are_distinct():
-    """Four times the paper's steps, 2,048 responses each on four ranks' names: no collision."""
-    seeds = {mix_seed(0, step, rank) for step in range(1, 12_001) for rank in range(64)}
-    assert len(seeds) == 12_000 * 64 and max(seeds) < 2**63
+    """Of the paper's 3,000 steps on 64 ranks: no collision."""
+    seeds = {mix_seed(0, step, rank) for step in range(1, 3_001) for rank in range(64)}
+    assert len(seeds) == 3_000 * 64 and max(seeds) < 2**63
     assert len({seed >> 31 for seed in seeds}) > 0.999 * len(seeds)  # the high bits vary too
     assert mix_seed(0, 1) != mix_seed(1, 0) and mix_seed("a", 1) == mix_seed("a", 1)
 

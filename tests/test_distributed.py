@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, make_random_model
-from ranks import CASES, ON_FOUR, begin, fail_in, launch, train_on_canned_rollouts
+from ranks import (
+    CASES,
+    ON_FOUR,
+    begin,
+    fail_in,
+    launch,
+    train_on_canned_rollouts,
+    train_with_clocks_apart,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -80,14 +88,44 @@ def test_a_stop_amid_updates_costs_nothing(folder, world):
     assert len(rows[0]) == 2 and rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("place", ["rollout", "scoring", "update", "writing", "input"])
+def test_two_ranks_evaluate_and_save_together(tmp_path):
+    """What one rank does, but for a checkpoint that the second rank's clock asks for."""
+    for world in (1, 2):
+        codes = launch(train_with_clocks_apart, world, tmp_path / "log", tmp_path / str(world))
+        assert codes == [0] * world, (tmp_path / "log.0").read_text()[-3000:]
+    one, two = (lines(tmp_path / name) for name in "12")
+    assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 2]
+    assert "eval" in two[0] and two[0] == one[0]
+    assert "eval" in two[3] and two[3]["eval"].keys() == one[3]["eval"].keys()
+    assert two[1] == pytest.approx(one[1], rel=1e-3, abs=1e-5)
+    rows = [(tmp_path / name / "evaluations" / "step_000000.jsonl").read_bytes() for name in "12"]
+    assert rows[0] == rows[1] and rows[0].count(b"\n") == 15
+    saved = [[p.name for p in bookkeeping.checkpoints(tmp_path / name)] for name in "12"]
+    assert saved == [["step_000002"], ["step_000001", "step_000002"]]
+
+
+def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):
+    """Each group's policy, as FSDP2 gets it on a GPU: two layers, and the root."""
+    given = []
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(distributed, "init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(distributed, "fully_shard", lambda *_, **options: given.append(options))
+    distributed.shard(make_random_model())
+    policies = [options.get("mp_policy") for options in given]
+    assert [p and (p.param_dtype, p.reduce_dtype) for p in policies] == [
+        (torch.bfloat16, torch.float32)
+    ] * 3
+
+
+@pytest.mark.parametrize("place", ["rollout", "update", "writing", "input", "flags"])
 def test_a_rank_that_fails_ends_the_job(tmp_path, place):
     """With its traceback, or its line where the input is wrong, although the others wait for it."""
     codes = launch(fail_in, 2, tmp_path / "log", place, tmp_path, timeout=60)
     failing = 0 if place == "writing" else 1
     said = (tmp_path / f"log.{failing}").read_text()
-    assert codes[failing] == 1 and f"a failure in the {place}" in said
-    assert ("Traceback" in said) == (place != "input")
+    message = "a_failure_in_the_flags" if place == "flags" else f"a failure in the {place}"
+    assert codes[failing] == (2 if place == "flags" else 1) and message in said
+    assert ("Traceback" in said) == (place not in ("input", "flags"))
 
 
 @pytest.mark.parametrize("world", [2, 4])

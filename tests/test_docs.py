@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import types
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import costs
@@ -14,6 +14,7 @@ from conftest import ROOT, TINY, example
 
 import eval as evaluation
 import stapo
+from support import progress
 from support.bookkeeping import CHANGEABLE, parse_flags
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -78,6 +79,21 @@ def test_counted_tables_are_what_the_script_prints():
     """docs/training.md has both tables of scripts/costs.py as they are printed."""
     page = text_of("training.md")
     assert costs.memory_table() in page and costs.costs_table() in page
+    assert costs.COSTS in page and f"{costs.TABLE}\n\n{costs.evaluations_table()}" in page
+
+
+def test_the_hours_of_a_run_hold_its_evaluations():
+    """At 73 rows and 20 ms a step, 376 responses take at least their tokens' share of the steps."""
+    cfg, model = costs.load_run("qwen3-1.7b-one-80gb")
+    found = costs.cost(cfg, model, 1, costs.CARDS["H100"])
+    assert found.evaluated == 4 * (30 + 64)
+    lengths = costs.log_normal_lengths(376, 4096 / 5, 4096, sigma=1.0)
+    least = sum(lengths) / 73 * 0.020
+    assert least < found.evaluation < least + 4096 * 0.020
+    without = costs.cost(replace(cfg, eval_every=0), model, 1, costs.CARDS["H100"])
+    assert (without.evaluated, without.evaluation) == (0, 0)
+    extra = found.hours(cfg) - without.hours(replace(cfg, eval_every=0))
+    assert extra == pytest.approx(3 * found.evaluation / 3600)  # before step 1, after 40 and 80
 
 
 def test_files_that_the_pages_name_exist():
@@ -95,16 +111,19 @@ def test_the_flags_that_may_differ_beside_resume():
 
 
 def test_the_size_of_the_evaluation():
-    """17,968 responses, 960 of them AIME24's under one decoding; 70 steps of a recipe's."""
+    """17,968 responses, 960 of them AIME24's under one decoding; the recipes' take minutes."""
     problems = {"aime24": 30, "aime25": 30, "amc23": 40, "math500": 500, "minerva": 272}
     problems["olympiadbench"] = 674
     samples = {b.key: b.samples for b in evaluation.BENCHMARKS}
     each = {key: count * samples[key] for key, count in problems.items()}
     assert f"{len(evaluation.DECODINGS) * sum(each.values()):,}" == "17,968"
-    assert "17,968 responses" in text_of("training.md").replace("\n", " ")
-    assert each["aime24"] == 960
-    recipe = read_recipe(ROOT / "recipes" / "qwen3-1.7b-one-80gb")
-    assert 17_968 // (recipe.batch_size * recipe.group_size) == 70
+    page = text_of("training.md").replace("\n", " ")
+    assert "17,968 responses" in page and costs.PROBLEMS == problems and each["aime24"] == 960
+    hours = [costs.table_hours("1.7B", gpus, costs.CARDS["H100"])[1] for gpus in (1, 8)]
+    assert f"{hours[0]:.0f} hours at 1.7B on one H100 and {hours[1]:.1f} on eight" in page
+    found = costs.cost(*costs.load_run("qwen3-1.7b-one-80gb"), 1, costs.CARDS["H100"])
+    minutes = f"{found.evaluation / 60:.1f} minutes (counted, on an H100)"
+    assert f"are {found.evaluated}, which takes the recipe for one 80 GB GPU {minutes}" in page
 
 
 # ---------------------------------------------------------------------------------------- recipes
@@ -132,6 +151,13 @@ def test_a_recipe_says_what_it_does(path):
         assert cfg.mini_batch_size % ranks == 0
     for step in map(int, re.findall(r"step_(\d{6})", text)):
         assert step == cfg.steps
+    if cfg.eval_every:
+        count = costs.cost(*costs.load_run(path.name), 8, costs.CARDS["H200"]).evaluated
+        numbers = {2: "two", 3: "three", 4: "four", 5: "five"}
+        evaluations = f"{numbers[cfg.steps // cfg.eval_every + 1]} evaluations of {count}:"
+        assert evaluations in text and f"{count} responses" in text
+        assert cfg.eval_limit == 64 and cfg.steps % cfg.eval_every == 0
+    assert "--method justrl --output" in " ".join(text.replace("#", " ").split())
 
 
 @pytest.fixture(scope="module", params=RECIPES, ids=lambda path: path.name)
@@ -150,12 +176,19 @@ def recipe_run(request, tmp_path_factory):
     return cfg, folder / "run"
 
 
+def metrics_of(run: Path) -> tuple[dict, list[dict]]:
+    """The line of the only step, and those of evaluations."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [line for line in lines if "eval" not in line]
+    return step, [line for line in lines if "eval" in line]
+
+
 def test_a_recipe_runs(recipe_run):
     cfg, run = recipe_run
-    line = json.loads((run / "metrics.jsonl").read_text())
+    line, evaluations = metrics_of(run)
     assert line["step"] == 1 and line["tokens"] > 0 and line["skipped_updates"] == 0
     assert (run / "checkpoints" / "step_000001" / "model.safetensors").exists()
-    assert ("eval" in line) == (cfg.eval_every > 0)
+    assert [e["step"] for e in evaluations] == ([0, 1] if cfg.eval_every > 0 else [])
     assert (run / "dumps" / "step_000001.json").exists() == (cfg.dump_every > 0)
 
 
@@ -170,9 +203,9 @@ def defined_metrics() -> set[str]:
 
 def test_every_metric_is_defined_and_every_definition_is_written(recipe_run):
     cfg, run = recipe_run
-    line = json.loads((run / "metrics.jsonl").read_text())
+    line, evaluations = metrics_of(run)
     assert set(line) | {"eval"} == defined_metrics()
-    for scores in line.get("eval", {}).values():
+    for scores in [scores for e in evaluations for scores in e["eval"].values()]:
         assert all(f"`{name}`" in text_of("reference.md") for name in scores)
 
 
@@ -180,8 +213,10 @@ def test_the_run_directory_is_described(recipe_run):
     _, run = recipe_run
     page = text_of("reference.md")
     assert {path.name for path in run.iterdir()} <= set(re.findall(r"[\w.]+", page))
-    row = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
-    assert all(f"`{name}`" in page for name in row)
+    held = set(json.loads((run / "config.json").read_text())) - set(vars(stapo.Config()))
+    files = [run / "samples.jsonl", *run.glob("evaluations/*.jsonl")]
+    rows = [json.loads(file.read_text().splitlines()[0]) for file in files]
+    assert all(f"`{name}`" in page for name in held.union(*rows))
 
 
 def stub(monkeypatch, name: str, **members) -> None:
@@ -191,48 +226,99 @@ def stub(monkeypatch, name: str, **members) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-LINES = [{"step": 1, "reward": -0.5, "loss": None}, {"step": 2, "reward": 0.5, "eval": {"a": 1.0}}]
+def metrics_line(step: int, reward: float) -> dict:
+    return {"step": step, "reward": reward, "loss": None}
+
+
+def scores_line(step: int, mean: float) -> dict:
+    return {"step": step, "eval": {"a": {"mean": mean, "problems": 2}}}
+
+
+# What metrics.jsonl holds at each look: a run of three steps that is killed and goes on at step 2.
+LOOKS = [
+    [scores_line(0, 3.5)],
+    [scores_line(0, 3.5), metrics_line(1, -0.5), metrics_line(2, 0.25)],
+    [scores_line(0, 3.5), metrics_line(1, -0.5), metrics_line(2, 0.5), metrics_line(3, 0.75)],
+]
+SENT = [{"step": 0, "eval/a": 3.5}]
+SENT += [{"step": step, "reward": r} for step, r in ((1, -0.5), (2, 0.25), (2, 0.5), (3, 0.75))]
+LAST = {"step": 3, "eval/a": 5.5}
 
 
 @pytest.fixture
-def run_folder(tmp_path, monkeypatch):
-    """RUN, in the working directory."""
+def going_run(tmp_path, monkeypatch):
+    """RUN, in the working directory; whoever waits for it sees the next of LOOKS, torn at its end.
+
+    After those comes the last evaluation. Or Ctrl-C, if "interrupt" is in the list that this gives.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").mkdir()
-    (tmp_path / "RUN" / "config.json").write_text('{"seed": 3}')
-    (tmp_path / "RUN" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in LINES))
+    config = {"seed": 3, "steps": 3, "eval_every": 3}
+    (tmp_path / "RUN" / "config.json").write_text(json.dumps(config))
+    looks, events = iter([*LOOKS, [*LOOKS[-1], scores_line(3, 5.5)]]), []
+
+    def wait(_seconds: float) -> None:
+        rows = next(looks)  # to wait once more would be an error
+        if "interrupt" in events and len(rows) == 5:
+            raise KeyboardInterrupt
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "RUN" / "metrics.jsonl").write_text(text + '{"step": 4, "rew')
+
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(sleep=wait))
+    return events
 
 
 class Recorded:
     """Stands for TensorBoard's writer and for a run of Weights & Biases."""
 
+    made: list = []
+
     def __init__(self, *args, **options) -> None:
-        self.made, self.calls = (args, options), []
+        self.args, self.options, self.calls = args, options, []
+        Recorded.made.append(self)
 
     def __enter__(self) -> "Recorded":
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.calls.append("finished")
 
     def add_scalar(self, *args) -> None:
         self.calls.append(args)
 
-    def log(self, values, step) -> None:
-        self.calls.append((values, step))
+    def flush(self) -> None:
+        self.flushed = len(self.calls)
+
+    def define_metric(self, *args, **options) -> None:
+        self.axis = args, options
+
+    def log(self, values) -> None:
+        self.calls.append(values)
 
 
-def test_tensorboard_example(run_folder, monkeypatch):
+@pytest.mark.parametrize("events", [[], ["interrupt"]])
+def test_tensorboard_example(going_run, monkeypatch, events):
+    """A second writer hides what the first has sent of the steps that come again."""
+    going_run += events
+    monkeypatch.setattr(Recorded, "made", [])
     stub(monkeypatch, "torch.utils.tensorboard", SummaryWriter=Recorded)
-    names: dict = {}
-    exec(example("tensorboard"), names)
-    expected = [("step", 1, 1), ("reward", -0.5, 1), ("step", 2, 2), ("reward", 0.5, 2)]
-    assert names["writer"].calls == expected
+    exec(example("tensorboard"), {})
+    sent = [*SENT, *([] if events else [LAST])]
+    scalars = [(name, value, line["step"]) for line in sent for name, value in line.items()]
+    first, second = Recorded.made
+    assert first.calls + second.calls == scalars and second.calls[0] == ("step", 2, 2)
+    assert (first.options, second.options) == ({"purge_step": 0}, {"purge_step": 2})
+    assert second.flushed == len(second.calls)
+    assert len(example("tensorboard").splitlines()) <= 15
 
 
-def test_wandb_example(run_folder, monkeypatch):
+@pytest.mark.parametrize("events", [[], ["interrupt"]])
+def test_wandb_example(going_run, monkeypatch, events):
+    going_run += events
+    monkeypatch.setattr(Recorded, "made", [])
     stub(monkeypatch, "wandb", init=Recorded)
-    names: dict = {}
-    exec(example("wandb"), names)
-    assert names["run"].made[1]["config"] == {"seed": 3}
-    assert names["run"].calls == [({"step": 1, "reward": -0.5}, 1), (LINES[1], 2)]
+    exec(example("wandb"), {})
+    (run,) = Recorded.made
+    assert run.options["config"]["seed"] == 3 and run.axis == (("*",), {"step_metric": "step"})
+    assert run.calls == [*SENT, *([] if events else [LAST]), "finished"]
+    assert len(example("wandb").splitlines()) <= 15

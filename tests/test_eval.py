@@ -21,6 +21,7 @@ from conftest import BENCHMARKS, TINY
 import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
+from support import distributed
 
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
@@ -37,31 +38,38 @@ class Letters:
 class Scripted:
     """In place of rollout.sample: answers as told, counts what it is asked.
 
-    Call number `fail_at`, from 0, raises KeyboardInterrupt; `stop_at` gets a SIGTERM, which the
-    next look at `poll` answers.
+    `before` maps the number of a response, from 0, to what happens before it. Responses end in
+    another order than they are asked for.
     """
 
     def __init__(self, monkeypatch, script):
-        self.script, self.asked, self.calls = script, [], 0
-        self.fail_at = self.stop_at = None
+        self.script, self.asked = script, []
+        self.before = {}
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda name: Letters())
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: name)
 
-    def __call__(self, model, tokenizer, prompts, *, poll, seed=0, temperature, **options):
-        if self.calls == self.fail_at:
-            raise KeyboardInterrupt
-        if self.calls == self.stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.calls += 1
-        seeds, responses = seed if seed else range(len(prompts)), []
-        for prompt, own in zip(prompts, seeds, strict=True):
+    def __call__(self, model, tokenizer, prompts, *, poll, ended, seed=0, temperature, **options):
+        seeds = seed if seed else range(len(prompts))
+        for place in sorted(range(len(prompts)), key=lambda place: (place % 3, place)):
+            self.before.get(len(self.asked), lambda: None)()
             poll()
-            text, noise = "".join(map(chr, prompt)), random.Random(own)
-            text, length, truncated = self.script(model, text, noise)
-            responses.append(Response(prompt, [0] * length, truncated, text))
-            self.asked.append((model, "".join(map(chr, prompt))))
-        return responses
+            prompt, noise = "".join(map(chr, prompts[place])), random.Random(seeds[place])
+            text, length, truncated = self.script(model, prompt, noise)
+            self.asked.append((model, prompt))
+            ended(place, Response(prompts[place], [0] * length, truncated, text))
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lucky(model: str, prompt: str, noise: random.Random):
@@ -170,11 +178,9 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.fixture
-def many(tmp_path, monkeypatch) -> list:
-    """Flags of 2 x 28 responses, in rounds of 10, 10, 8."""
-    monkeypatch.setattr(evaluation, "ROUND", 1)
-    file = write_problems(tmp_path / "many.jsonl", 7)
-    return ["--benchmarks", file, "--rollout_batch_size", 10]
+def many(tmp_path) -> list:
+    """Flags of 2 x 28 responses."""
+    return ["--benchmarks", write_problems(tmp_path / "many.jsonl", 7)]
 
 
 def run_and_read(output: Path, flags: list) -> tuple[dict, bytes]:
@@ -186,47 +192,65 @@ def test_interrupted_and_continued_equals_uninterrupted(tmp_path, monkeypatch, m
     fake = Scripted(monkeypatch, lucky)
     scores, whole = run_and_read(tmp_path / "whole", many)
     assert len(fake.asked) == 56 == len(set(map(evaluation.row_key, rows_of(tmp_path / "whole"))))
-    fake.fail_at, fake.calls = 4, 0
+    fake.before = {56 + 37: interrupt}
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "parts", *many)
-    assert len(fake.asked) == 56 + 38
+    assert len(rows_of(tmp_path / "parts")) == 37, "every response that had ended is kept"
     damage(tmp_path / "parts" / "samples.jsonl", how)
-    fake.fail_at = None
-    again, parts = run_and_read(tmp_path / "parts", many)
-    assert again == scores
-    if how == "zeros amid":  # the row that was lost is now the first of the second part
-        whole, parts = sorted(whole.splitlines()), sorted(parts.splitlines())
-    assert parts == whole
-    assert len(fake.asked) == 2 * 56 + (how in ("torn", "zeros amid"))
-    calls = fake.calls
+    fake.before = {}
+    assert run_and_read(tmp_path / "parts", many) == (scores, whole)
+    sampled = 2 * 56 + (how in ("torn", "zeros amid"))
+    assert len(fake.asked) == sampled
     assert run_and_read(tmp_path / "parts", many)[0] == scores
-    assert fake.calls == calls, "a finished evaluation samples nothing"
+    assert len(fake.asked) == sampled, "a finished evaluation samples nothing"
 
 
-def test_a_stop_keeps_whole_rounds_and_says_how_to_continue(tmp_path, monkeypatch, capfd, many):
+def test_a_stop_keeps_what_had_ended_and_says_how_to_continue(tmp_path, monkeypatch, capfd, many):
     fake = Scripted(monkeypatch, lucky)
     whole = run_and_read(tmp_path / "whole", many)
-    fake.stop_at, fake.calls, fake.asked = 4, 0, []
+    fake.before, fake.asked = {38: terminate}, []
     with pytest.raises(SystemExit) as end:
         run(tmp_path / "parts", *many)
     assert end.value.code == 130 and len(fake.asked) == 38, "nothing is sampled after the signal"
     assert "the same command continues" in capfd.readouterr().err
     assert not (tmp_path / "parts" / "table.md").exists()
+    assert len(rows_of(tmp_path / "parts")) == 38
+    fake.before = {}
     assert run_and_read(tmp_path / "parts", many) == whole and len(fake.asked) == 56
+
+
+def test_a_crash_amid_merging_costs_no_row(tmp_path, monkeypatch, many):
+    """Between the new file and the deletion of its parts: their rows are there twice."""
+    fake = Scripted(monkeypatch, lucky)
+    scores, whole = run_and_read(tmp_path / "whole", many)
+    (tmp_path / "parts").mkdir()
+    lines = whole.splitlines(keepends=True)
+    for name, part in (("samples.jsonl", lines), ("samples.rank3.jsonl", lines[50:20:-1])):
+        (tmp_path / "parts" / name).write_bytes(b"".join(part))
+    settings = (tmp_path / "whole" / "settings.json").read_bytes()
+    (tmp_path / "parts" / "settings.json").write_bytes(settings)
+    assert run_and_read(tmp_path / "parts", many) == (scores, whole) and len(fake.asked) == 56
+    assert not (tmp_path / "parts" / "samples.rank3.jsonl").exists()
 
 
 # --------------------------------------------------------------------------------- several ranks
 
 
-def on_ranks(world_size: int, program: Callable[[int], None]) -> list[int]:
-    """Run program(rank) in forked processes that find each other; their exit statuses."""
+def on_ranks(
+    world_size: int, program: Callable[[int], None], on_a_host: int | None = None
+) -> list[int]:
+    """Run program(rank) in forked processes that find each other; their exit statuses.
+
+    As under torchrun, the others are killed soon after one has failed.
+    """
+    on_a_host = on_a_host or world_size
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
     def work(rank: int) -> None:
-        names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
-        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % on_a_host}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": on_a_host}
         os.environ.update({name: str(value) for name, value in names.items()})
         program(rank)
 
@@ -235,64 +259,115 @@ def on_ranks(world_size: int, program: Callable[[int], None]) -> list[int]:
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 60
-    for process in ranks:
-        process.join(timeout=max(0, deadline - time.monotonic()))
+    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        if any(process.exitcode not in (None, 0, 130) for process in ranks):
+            deadline = min(deadline, time.monotonic() + 1)
+    failed = any(process.exitcode not in (None, 0, 130) for process in ranks)
     hung = [process for process in ranks if process.is_alive()]
     for process in hung:
         process.kill()
-    assert not hung, "a rank waits for the others"
+        process.join()
+    assert failed or not hung, "a rank waits for the others"
     return [process.exitcode for process in ranks]
 
 
 @pytest.fixture
 def three_ranks(tmp_path, monkeypatch) -> list:
-    """Flags of 2 x 28 responses; on three ranks rounds of 9, 9, 9 and 1: two have no share of it.
+    """Flags of 2 x 28 responses.
 
     The processes are forked: what has threads or locks, as `datasets`, stays out of them.
     """
-    monkeypatch.setattr(evaluation, "ROUND", 1)
     rows = [{"problem": f"problem {i}", "answer": "7"} for i in range(7)]
     monkeypatch.setattr(evaluation, "load_problems", lambda source, split: rows)
-    return ["--benchmarks", "many.jsonl", "--rollout_batch_size", 3]
+    return ["--benchmarks", "many.jsonl"]
 
 
-def test_three_ranks_share_every_round_and_write_what_one_writes(
-    tmp_path, monkeypatch, three_ranks
-):
+def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypatch, three_ranks):
+    """And no text goes from rank to rank."""
     fake = Scripted(monkeypatch, lucky)
     scores, whole = run_and_read(tmp_path / "whole", three_ranks)
-    fake.asked, fake.calls = [], 0
+    fake.asked, sent = [], []
 
     def program(rank: int) -> None:
+        for name in ("broadcast", "gather"):
+            real = getattr(distributed, name)
+            spy = lambda value, real=real: (sent.append(value), real(value))[1]  # noqa: E731
+            monkeypatch.setattr(distributed, name, spy)
         run(tmp_path / "parts", *three_ranks)
-        (tmp_path / f"calls-{rank}").write_text(f"{fake.calls} {len(fake.asked)}")
+        assert sent and "boxed" not in repr(sent)
+        (tmp_path / f"count-{rank}").write_text(str(len(fake.asked)))
 
     assert on_ranks(3, program) == [0, 0, 0]
     assert (tmp_path / "parts" / "samples.jsonl").read_bytes() == whole
     assert json.loads((tmp_path / "parts" / "scores.json").read_text())["scores"] == scores
-    counts = [(tmp_path / f"calls-{rank}").read_text() for rank in range(3)]
-    assert counts == ["8 20", "6 18", "6 18"]
+    names = {"samples.jsonl", "settings.json", "scores.json", "table.md"}
+    assert {path.name for path in (tmp_path / "parts").iterdir()} == names
+    counts = [(tmp_path / f"count-{rank}").read_text() for rank in range(3)]
+    assert counts == ["20", "18", "18"]
 
 
-@pytest.mark.parametrize("ranks_after", [1, 2])
-def test_a_stop_of_one_rank_stops_all(tmp_path, monkeypatch, three_ranks, ranks_after):
-    """In its fifth call, which is in round 6: the second of the second decoding."""
+@pytest.mark.parametrize("how, ranks_after", [(terminate, 2), (interrupt, 1), (kill, 1)])
+def test_what_ends_one_rank_costs_none_of_the_responses(
+    tmp_path, monkeypatch, three_ranks, how, ranks_after
+):
+    """In the second decoding, whose responses are 10, 9 and 9 on the three ranks."""
     fake = Scripted(monkeypatch, lucky)
     whole = run_and_read(tmp_path / "whole", three_ranks)[1]
-    fake.calls = 0
+    fake.asked = []
 
     def program(rank: int) -> None:
-        fake.stop_at = 4 if rank == 2 else None
+        fake.before = {12: how} if rank == 2 else {}
         run(tmp_path / "parts", *three_ranks)
 
-    assert on_ranks(3, program) == [130, 130, 130]
-    parts = (tmp_path / "parts" / "samples.jsonl").read_bytes()
-    assert whole.startswith(parts) and parts.count(b"\n") == 28 + 9
-    if ranks_after == 1:
-        run(tmp_path / "parts", *three_ranks)
-    else:
-        assert on_ranks(2, lambda rank: run(tmp_path / "parts", *three_ranks)) == [0, 0]
+    codes = on_ranks(3, program)
+    assert codes[2] == {terminate: 130, interrupt: 1, kill: -signal.SIGKILL}[how] and all(codes)
+    kept = list((tmp_path / "parts").glob("samples*.jsonl"))
+    rows = b"".join(path.read_bytes() for path in kept).splitlines(keepends=True)
+    assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
+    assert len({*rows} & {*whole.splitlines(keepends=True)}) == len(rows)
+    codes = on_ranks(ranks_after, lambda rank: run(tmp_path / "parts", *three_ranks))
+    assert codes == [0] * ranks_after
     assert (tmp_path / "parts" / "samples.jsonl").read_bytes() == whole
+
+
+def test_a_file_system_that_ranks_do_not_share_is_one_clear_line(
+    tmp_path, monkeypatch, capfd, three_ranks
+):
+    """Two hosts see two directories under one name."""
+    Scripted(monkeypatch, lucky)
+
+    def program(rank: int) -> None:
+        (tmp_path / str(rank)).mkdir()
+        os.chdir(tmp_path / str(rank))
+        run(Path("out"), *three_ranks)
+
+    assert set(on_ranks(2, program, on_a_host=1)) <= {1, -signal.SIGTERM}
+    assert "--output out: this host does not see" in capfd.readouterr().err
+
+
+def test_ranks_of_one_host_load_in_turn_and_hosts_at_once(tmp_path, monkeypatch):
+    """Four ranks on two hosts: the two that load first wait until both have begun."""
+    Scripted(monkeypatch, lucky)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cpu"))
+
+    def program(rank: int) -> None:
+        def load_model(*_):
+            (tmp_path / f"began-{rank}").touch()
+            with_turn = {rank, (rank + 2) % 4}
+            deadline = time.monotonic() + 20
+            while not all((tmp_path / f"began-{other}").exists() for other in with_turn):
+                assert time.monotonic() < deadline, "the hosts wait for each other"
+                time.sleep(0.01)
+            others = {0, 1, 2, 3} - with_turn
+            begun = [(tmp_path / f"began-{other}").exists() for other in others]
+            assert begun == [rank % 2 == 1] * 2
+
+        monkeypatch.setattr(evaluation.rollout, "load_model", load_model)
+        with distributed.session("eval.py"):
+            evaluation.load("M")
+
+    assert on_ranks(4, program, on_a_host=2) == [0] * 4
 
 
 # ------------------------------------------------------------------------- what a rerun may change
@@ -312,9 +387,12 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
         SystemExit, match=r"--output .*out: holds samples drawn with --seed 0, not 5"
     ):
         run(tmp_path / "out", *flags, "--seed", 5)
-    write_problems(tmp_path / "few.jsonl", 3, gold="9")
-    with pytest.raises(SystemExit, match="holds samples of another few; name another directory"):
-        run(tmp_path / "out", *flags)
+    file, text = tmp_path / "few.jsonl", (tmp_path / "few.jsonl").read_text()
+    others = ["".join(reversed(text.splitlines(True))), text.replace("7", "9")]
+    for other in (*others, text.replace("problem 1", "problem 11")):
+        file.write_text(other)
+        with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
+            run(tmp_path / "out", *flags)
     assert len(fake.asked) == 3 * 12
 
 
@@ -386,23 +464,23 @@ def judged(model: str, prompt: str, noise: random.Random):
 def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
     fake = Scripted(monkeypatch, judged)
     flags = ["--benchmarks", write_problems(tmp_path / "five.jsonl", 5), "--decoding", "training"]
-    flags += ["--samples", 2, "--rollout_batch_size", 3]
-    monkeypatch.setattr(evaluation, "ROUND", 1)
+    flags += ["--samples", 2]
     plain = run(tmp_path / "out", *flags)["training"]["five"]
     assert plain["mean"] == 20 and "verified" not in plain
-    fake.stop_at, policy_calls = fake.calls + 1, fake.calls
-    with pytest.raises(SystemExit):  # in the second of the judge's three rounds
+    fake.before = {len(fake.asked) + 3: terminate}
+    with pytest.raises(SystemExit):  # after three of the judge's eight verdicts
         run(tmp_path / "out", *flags, "--verifier", "org/J")
     assert sum(model == "org/J" for model, _ in fake.asked) == 3
+    fake.before = {}
     found = run(tmp_path / "out", *flags, "--verifier", "org/J")["training"]["five"]
     again = found.pop("verified")
     assert found == plain
     assert again.pop("mean") == 40 and again.pop("pass_at_k") == {"1": 40, "2": 40}
     assert again.pop("standard_error") == pytest.approx(math.sqrt(2 * 60**2 + 3 * 40**2) / 20**0.5)
     assert again == {"CORRECT": 2, "INCORRECT": 2, "INVALID": 2, "UNREADABLE": 2}
-    assert fake.calls == policy_calls + 4, "one round was stopped, and none is asked for twice"
     asked = [prompt for model, prompt in fake.asked if model == "org/J"]
-    assert len(asked) == 8 and not any("problem 0\n" in prompt for prompt in asked)
+    assert len(asked) == 8, "none is asked for twice"
+    assert not any("problem 0\n" in prompt for prompt in asked)
     for prompt in asked:
         assert "<reference_answer>\n7\n</reference_answer>" in prompt
         tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
@@ -414,7 +492,7 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
 
 
 def test_texts_stay_on_the_disk(tmp_path, monkeypatch):
-    """Of a refused response the verifier reads the end; all texts together would fill gigabytes."""
+    """All texts together would fill gigabytes."""
     Scripted(monkeypatch, judged)
     benchmark = evaluation.Benchmark("five", "Five", "", "", 2)
     suite = {benchmark: [{"problem": f"problem {i}", "answer": "7"} for i in range(5)]}
@@ -423,8 +501,7 @@ def test_texts_stay_on_the_disk(tmp_path, monkeypatch):
     decodings = {"training": (1.0, 1.0)}
     samples = evaluation.sample_suite("M", Letters(), suite, decodings, journal, **flags)
     assert samples == evaluation.Journal(tmp_path / "samples.jsonl").rows
-    for row in samples.values():
-        assert len(row["response"]) == (0 if row["correct"] else evaluation.TAIL)
+    assert "xxx" not in repr(samples) and len(samples) == 10
     assert all(len(row["response"]) > 5000 for row in rows_of(tmp_path))
 
 
@@ -476,17 +553,14 @@ def held_out(tmp_path_factory) -> Path:
     return output
 
 
-def test_evaluate_gives_a_training_run_the_same_scores(held_out):
+def test_evaluate_gives_a_training_run_the_same_scores(held_out, tmp_path):
     suite = evaluation.load_benchmarks([str(TINY / "test.jsonl")], limit=6)
     flags = {"max_new_tokens": 48, "rollout_batch_size": 5, "instruction": "", "seed": 0}
     model, tokenizer = load_model(str(TINY)).train(), load_tokenizer(str(TINY))
-    found = evaluation.evaluate(model, tokenizer, suite, **flags)
+    found = evaluation.evaluate(model, tokenizer, suite, tmp_path / "one.jsonl", **flags)
     wanted = json.loads((held_out / "scores.json").read_text())["scores"]["training"]
     assert json.loads(json.dumps(found)) == wanted and wanted["test"]["no_box_fraction"] < 1
     assert model.training
-    evaluation.stop.listen()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert evaluation.evaluate(model, tokenizer, suite, **flags) is None
 
 
 def test_two_ranks_give_what_one_gives(held_out, tmp_path, monkeypatch, capfd):

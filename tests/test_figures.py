@@ -246,6 +246,42 @@ def test_a_torn_last_line_is_skipped_aloud_and_missing_dumps_name_the_flag(
     assert not (run / "figures" / "quadrants.md").exists()
 
 
+def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, undrawn, monkeypatch, capsys):
+    """stapo.py itself, looked at before its first step, between two steps and amid a line."""
+    stapo, run = pytest.importorskip("stapo"), tmp_path / "run"
+    seen, collect, append = [], stapo.collect, stapo.RunFolder.append
+
+    def look() -> dict[str, list[str]]:
+        figures.main([str(run)])
+        tables = {path.stem: read_csv(path) for path in (run / "figures").glob("*.csv")}
+        return {stem: [row["step"] for row in rows] for stem, rows in tables.items()}
+
+    def collected(*args):
+        seen.append(look())
+        return collect(*args)
+
+    def appended(self, name, rows):
+        with open(run / name, "a") as file:  # the file as it is while a line is being written
+            file.write(json.dumps(rows[0])[:50])
+        if name == "metrics.jsonl" and len(seen) == 2 and "accuracy" in rows[0]:
+            look()
+        text = (run / name).read_text("utf-8")
+        (run / name).write_text(text[: text.rfind("\n") + 1], "utf-8")
+        append(self, name, rows)
+
+    monkeypatch.setattr(stapo, "collect", collected)
+    monkeypatch.setattr(stapo.RunFolder, "append", appended)
+    monkeypatch.chdir(ROOT)
+    flags = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 8
+        --mini_batch_size 4 --group_size 8 --dump_every 1 --save_every 0 --eval_every 1
+        --eval_benchmarks tests/tiny/test.jsonl --eval_limit 2 --eval_samples 1""".split()
+    stapo.main([*flags, "--output", str(run)])
+    assert seen[0] == {"evaluation": ["0"]}
+    assert seen[1]["evaluation"] == ["0", "1"] and set(seen[1]["training"]) == {"1"}
+    assert "is torn and skipped" in capsys.readouterr().err
+    assert (run / "figures" / "responses.html").exists()
+
+
 def test_weights_that_miss_tokens_are_told(tmp_path, capsys):
     dump = make_dump(10, [0.8])
     for positive_tokens, told in ((dump["positive_tokens"], False), (5000, True)):
@@ -266,6 +302,8 @@ def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
     assert "no run directory" in error(tmp_path) and str(tmp_path) in error(tmp_path)
     assert "nowhere" in error(good, tmp_path / "nowhere")
     assert "holds no step" in error(write_run(tmp_path / "empty", []))
+    (tmp_path / "empty" / "metrics.jsonl").unlink()
+    assert "wait for the first" in error(tmp_path / "empty")
     assert "--smooth 0" in error(good, "--smooth", 0)
     assert str(good / "config.json") in error(good, "--output", good / "config.json")
     torn = write_run(tmp_path / "torn", [metrics(1, 0.5)])

@@ -8,6 +8,7 @@ Open this beside the paper. Each test is named by the section that it checks and
 import json
 import math
 import statistics
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from conftest import TINY
 from reference import drawn, logit_stats, method_loss, row_logits, row_stats
 from transformers import AutoModelForCausalLM
 
+import eval as evaluation
 import rollout
 import stapo
 from stapo import clipped_loss, group_advantages, grpo_loss, spurious_mask, stapo_loss
@@ -307,7 +309,8 @@ def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     later = [batch for batches in collected for batch in batches[1:]]
     assert [id(b) for b in looked_at] == [id(b) for b in later] and len(later) == 9
-    cfg = stapo.Config(**json.loads((tmp_path / "config.json").read_text()))
+    held = json.loads((tmp_path / "config.json").read_text())
+    cfg = stapo.Config(**{name: held[name] for name in asdict(stapo.Config())})
     model, expected = replay(collected, cfg)
     within = {"candidates": 1, "silenced": 1, "lr": 0}
     for line, wanted, batches in zip(lines, expected, collected, strict=True):
@@ -325,3 +328,30 @@ def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, 
     moved = torch.cat([(end[k] - start[k]).flatten() for k in start])
     apart = torch.cat([(end[k] - v).flatten() for k, v in model.state_dict().items()])
     assert float(apart.norm() / moved.norm()) < 0.02 and float(moved.norm()) > 0.5
+
+
+# --------------------------------------------------- appendix: the setup of training and evaluation
+
+
+def test_appendix_the_defaults_are_the_papers_training_setup():
+    """A wrong default would be wrong in the recipe, too, which is compared with the defaults."""
+    papers = {"batch_size": 256, "group_size": 8, "mini_batch_size": 64, "max_prompt_tokens": 1024}
+    papers |= {"max_new_tokens": 15360, "eps_low": 0.2, "eps_high": 0.28, "lr": 1e-6, "q": 0.75}
+    papers |= {"warmup_steps": 10, "grad_clip": 1.0, "weight_decay": 0.1, "tau_p": 0.002}
+    papers |= {"steps": 3000, "method": "stapo", "quantile_over": "candidates"}
+    papers |= {"data": "BytedTsinghua-SIA/DAPO-Math-17k", "model": "Qwen/Qwen3-1.7B-Base"}
+    defaults = asdict(stapo.Config())
+    assert {name: defaults[name] for name in papers} == papers
+    asked = defaults["instruction"]
+    assert "step by step" in asked and asked.endswith("final answer within \\boxed{}.")
+
+
+def test_appendix_the_defaults_are_the_papers_evaluation_setup():
+    config = evaluation.Config(model="")
+    samples = {"aime24": 32, "aime25": 32, "amc23": 32}
+    samples |= {"math500": 4, "minerva": 4, "olympiadbench": 4}
+    assert {b.key: b.samples for b in evaluation.BENCHMARKS} == samples
+    assert config.benchmarks == list(samples) and config.samples == config.limit == 0
+    assert config.max_new_tokens == 20480
+    found = evaluation.parse_decodings(config.decoding)
+    assert found == {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}

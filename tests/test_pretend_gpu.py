@@ -87,6 +87,9 @@ def test_everything_runs_on_cuda(tmp_path, qwen2):
     common = " ".join(f"{TINY} --reward {tmp_path}/own.py:letters".split())  # groups that differ
     output = tmp_path / "run"
     train = f"stapo {common} --model tests/tiny --save_every 1 --dump_every 1 --output {output}"
+    train += (
+        " --eval_every 2 --eval_benchmarks tests/tiny/test.jsonl --eval_limit 2 --eval_samples 1"
+    )
     judge = f"--verifier {qwen2} --limit 1 --samples 2 --instruction= --max_new_tokens 6"
     other = f"stapo {common} --model {qwen2} --steps 1 --save_every 0 --output {tmp_path}"
     lines = [
@@ -97,10 +100,16 @@ def test_everything_runs_on_cuda(tmp_path, qwen2):
         *(f"{other}/{method} --method {method}" for method in METHODS),
     ]
     run("\n".join(lines), tmp_path)
-    assert [line["step"] for line in metrics(output)] == [1, 2]
+    lines = metrics(output)
+    assert [(line["step"], "eval" in line) for line in lines] == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (2, True),
+    ]
     dumps = [json.loads(path.read_text()) for path in (output / "dumps").iterdir()]
     assert len(dumps) == 2 and all(dump["tokens"] for dump in dumps)
-    assert all(line["grad_norm"] > 0 for line in metrics(output))
+    assert all(line["grad_norm"] > 0 for line in lines if "eval" not in line)
     (verdicts,) = (tmp_path / "eval").glob("verdicts-*.jsonl")
     assert verdicts.read_text() and (tmp_path / "eval" / "scores.json").exists()
     for method in METHODS:

@@ -90,6 +90,12 @@ def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere(tmp_path):
     assert not re.search(r"https?:|url\(|@import|//[a-z]", text.replace("// On", ""))
 
 
+def test_a_token_written_from_right_to_left_moves_none_of_its_neighbours():
+    """Of the style sheet's rules for a token, the last word counts."""
+    rules = re.findall(r"^\.tokens > \*[^{]*\{([^}]*)\}", responses.STYLE, re.MULTILINE)
+    assert re.findall(r"unicode-bidi: ([\w-]+)", "".join(rules))[-1:] == ["isolate"]
+
+
 def test_tints_marks_and_tab_stops_equal_a_loop(tmp_path):
     response = make_response([str(i) for i in range(300)])
     page, _ = page_of(tmp_path, response)

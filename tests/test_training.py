@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -306,7 +307,7 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
     monkeypatch.setattr(stapo, "sample", sample)
     monkeypatch.setattr(stapo, "score", lambda model, responses, budget: [stats] * len(responses))
     cfg = Config(batch_size=4, mini_batch_size=2, group_size=2)
-    task = stapo.Task(None, problems, lambda text, row: 1.0, {})
+    task = stapo.Task(None, problems, lambda text, row: 1.0, {}, {})
     seeds = {
         mix_seed(0, 7, i, m): f"{name}{m + 1}" for i, name in enumerate("abcd") for m in (0, 1)
     }
@@ -464,12 +465,26 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
     (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
     flags = f"--lr 0 --eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl"
     lines = run(tmp_path / "run", flags)
-    assert "eval" not in lines[0]
+    assert [line["step"] for line in lines if "eval" in line] == [0, 2]
     flags = f"--model {TINY} --benchmarks {tmp_path}/few.jsonl --decoding training --instruction="
     flags += f" --max_new_tokens 40 --rollout_batch_size 512 --output {tmp_path}/eval"
     evaluation.main(flags.split())
     expected = json.loads((tmp_path / "eval/scores.json").read_text())["scores"]["training"]
-    assert lines[1]["eval"] == expected and expected["few"]["mean"] > 0
+    assert lines[0]["eval"] == lines[-1]["eval"] == expected and expected["few"]["mean"] > 0
+
+
+def test_dropout_is_off_in_updates(tmp_path):
+    """A model that has it: in the first mini-batch every ratio is 1 all the same."""
+    shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((TINY / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("def letters(response, row):\n    return len(response)\n")
+    flags = f"--model {tmp_path}/model --reward {tmp_path}/own.py:letters --steps 1"
+    for checkpointing in ("true", "false"):
+        flags += f" --mini_batch_size 4 --gradient_checkpointing {checkpointing}"
+        (line,) = run(tmp_path / checkpointing, flags)
+        assert line["ratio_mean"] == pytest.approx(1, abs=1e-5) and line["grad_norm"] > 0
+        assert line["clip_low"] == line["clip_high"] == 0
 
 
 def test_memory_stays_flat_over_50_steps(tmp_path):
@@ -500,6 +515,8 @@ def test_memory_stays_flat_over_50_steps(tmp_path):
         ("--max_prompt_tokens 1", "--max_prompt_tokens"),
         ("--steps 0", "--steps"),
         ("--lr -1", "--lr"),
+        ("--eval_limit -1", "--eval_limit"),
+        ("--eval_samples -1", "--eval_samples"),
         ("--lr nan", "--lr"),
         ("--grad_clip 0", "--grad_clip"),
         ("--output {folder}/held", "--resume"),
