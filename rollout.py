@@ -318,17 +318,7 @@ def sample(
         return []
     seeds = [mix_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else seed
     stops = stop_ids(model, tokenizer)
-    # Every field is named: those that a call leaves unset come from the model's generation_config
-    # (Qwen3 ships top_k 20, top_p 0.95) or are transformers' own (top_k 50).
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
-    config = GenerationConfig(
-        do_sample=temperature > 0,
-        **sampling,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=stops,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-    )
+    config = sampling_config(temperature, top_p, max_new_tokens, stops, tokenizer.pad_token_id)
     size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size, top_p)
     responses: dict[int, Response] = {}
     bar = progress_bar(len(prompts), progress)
@@ -356,6 +346,25 @@ def sample(
         # leaves behind, and memory that is free would be in no piece large enough.
         torch.cuda.empty_cache()
     return [responses[place] for place in range(len(prompts))]
+
+
+def sampling_config(
+    temperature: float, top_p: float, max_new_tokens: int, stops: list[int], pad: int
+) -> GenerationConfig:
+    """Every field is named.
+
+    Those that a call leaves unset come from the model's generation_config (Qwen3 ships top_k 20,
+    top_p 0.95) or are transformers' own (top_k 50).
+    """
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    return GenerationConfig(
+        do_sample=temperature > 0,
+        **sampling,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stops,
+        pad_token_id=pad,
+        use_cache=True,
+    )
 
 
 def generate(
