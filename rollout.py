@@ -441,10 +441,11 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: f
     # The cache of slots is reserved whole. That of plain `generate` grows by a copy at each token:
     # of one layer's keys or values at a time, for which the fifth of the memory that is left free
     # is enough from two layers on, at any length.
-    # Of each word there are two logits (2 and 4 bytes), the softmax and its sums (8 each). Top-p
-    # sorts before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's buffers (32).
-    per_word = 24 if top_p == 1 else 56
-    return per_token * rounded_up(length, 8) + per_word * config.vocab_size
+    # Of each id of the vocabulary there are two logits (2 and 4 bytes), the softmax and its sums (8
+    # each). Top-p sorts before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's own
+    # buffers (32).
+    per_id = 24 if top_p == 1 else 56
+    return per_token * rounded_up(length, 8) + per_id * config.vocab_size
 
 
 @contextlib.contextmanager
@@ -517,15 +518,18 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
     forward keeps the ranks' collectives in step.
     """
     batches: list[list[int]] = []
+    longest = 0  # of the last batch: its first row
     for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
+        if batches and (len(batches[-1]) + 1) * longest <= budget:
             batches[-1].append(place)
         else:
             batches.append([place])
-    return batches + [[]] * (distributed.all_max(len(batches)) - len(batches))
+            longest = lengths[place]
+    count = distributed.all_max(len(batches))
+    return batches + [[]] * (count - len(batches))
 
 
-def forward(
+def batch_stats(
     model: Model, batch: list[Response], *, logp_only: bool = False
 ) -> tuple[TokenStats, torch.Tensor]:
     """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
@@ -543,14 +547,14 @@ def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
+def response_stats(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
     """The statistics of each response's tokens under this model: (T,) float32 on the CPU.
 
     In the order of `responses`; `budget` is the tokens of a micro-batch.
     """
     found: dict[int, TokenStats] = {}
     for places in track(micro_batches([r.length for r in responses], budget), "score"):
-        stats, mask = forward(model, [responses[i] for i in places])
+        stats, mask = batch_stats(model, [responses[i] for i in places])
         if places:
             flat = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
             rows = flat.split([len(responses[i].ids) for i in places], dim=1)
@@ -613,14 +617,14 @@ def likeliest(
     hidden = model.base_model(row, use_cache=False).last_hidden_state  # (1, L, H)
     hidden = hidden[0, -count - 1 : -1]  # (count, H): the states that predict those places
     weight = model.get_output_embeddings().weight  # (V, H)
-    probabilities, words = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
+    probabilities, top_ids = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
     chunk = head_rows(hidden.device).logits
     for i in range(0, count, chunk):
         logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
         top = logits.topk(k)  # (C, k)
         probabilities[i : i + chunk] = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
-        words[i : i + chunk] = top.indices
-    return probabilities, words
+        top_ids[i : i + chunk] = top.indices
+    return probabilities, top_ids
 
 
 def sampling_gap(

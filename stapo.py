@@ -39,16 +39,16 @@ from rollout import (
     Response,
     Tokenizer,
     TokenStats,
+    batch_stats,
     encode_prompt,
-    forward,
     load_policy,
     load_problems,
     load_tokenizer,
     micro_batches,
     pad_like,
+    response_stats,
     sample,
     sampling_gap,
-    score,
     to_text,
 )
 from support import distributed, progress
@@ -63,7 +63,7 @@ from support.bookkeeping import (
     peak_memory_gb,
     stop,
 )
-from support.distributed import all_cat, all_sum, gather, rank, world_size
+from support.distributed import all_cat, all_list, all_sum, rank, world_size
 from support.dumps import DumpedResponse, make_dump
 from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed
@@ -400,7 +400,7 @@ def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[
     """
     reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
     needed = {"none": [], "right": [e for e in episodes if e.advantage > 0], "all": episodes}[reads]
-    fresh = score(model, [e.response for e in needed], cfg.tokens_per_micro_batch)
+    fresh = response_stats(model, [e.response for e in needed], cfg.tokens_per_micro_batch)
     current = {id(e): stats for e, stats in zip(needed, fresh, strict=True)}
     return [current.get(id(e), e.old) for e in episodes]
 
@@ -437,8 +437,8 @@ def make_selection(episodes: list[Episode], stats: list[TokenStats], cfg: Config
         q=cfg.q,
         quantile_over=cfg.quantile_over,
     )
-    tokens_of_ranks = gather(sum(lengths))
-    responses_of_ranks = gather(len(episodes))
+    tokens_of_ranks = all_list(sum(lengths))
+    responses_of_ranks = all_list(len(episodes))
     start = sum(tokens_of_ranks[: rank()])
     own = keep[start : start + sum(lengths)]
     kept = max(int(keep.sum()), 1)
@@ -505,7 +505,7 @@ def update(
     for places in progress.track(micro_batches(lengths, cfg.tokens_per_micro_batch), "update"):
         batch = [trained[i][0] for i in places]
         keep = [trained[i][1] for i in places]
-        stats, mask = forward(model, [e.response for e in batch], logp_only=True)
+        stats, mask = batch_stats(model, [e.response for e in batch], logp_only=True)
         if not batch:
             (stats.logp.sum() * 0).backward()
             continue
@@ -587,11 +587,11 @@ def collect(
         )
     rewards = grade(task.reward, responses, posed)
     advantages = group_advantages(torch.tensor(rewards).view(-1, cfg.group_size))  # (P, G)
-    old = score(model, responses, cfg.tokens_per_micro_batch)
+    old = response_stats(model, responses, cfg.tokens_per_micro_batch)
     ref_logp = [None] * len(responses)
     if reference:
-        scores = score(reference, responses, cfg.tokens_per_micro_batch)
-        ref_logp = [stats.logp for stats in scores]
+        under_reference = response_stats(reference, responses, cfg.tokens_per_micro_batch)
+        ref_logp = [stats.logp for stats in under_reference]
     stop.leave_if_asked()  # updates that have begun are finished, so the last chance for a while
     advantages = advantages.flatten().tolist()
     episodes = [
@@ -619,7 +619,7 @@ def grade(
         rewards = [reward(r.text, p) for r, p in zip(responses, problems, strict=True)]
     except RewardError as error:
         message = str(error)
-    messages = gather(message)
+    messages = all_list(message)
     if any(messages):
         raise RewardError(next(filter(None, messages)))
     return rewards
@@ -816,7 +816,7 @@ def evaluate_if_due(
             where = task.tokenizer, task.suite, run.evaluation_file()
             scores = evaluation.evaluate(policy, *where, **options)
         run.end_evaluation(scores)
-        report.evaluated(run.step, scores)
+        report.show_scores(run.step, scores)
 
 
 def train(cfg: Config) -> None:
@@ -832,7 +832,7 @@ def train(cfg: Config) -> None:
     if run.checkpoint and training:
         load_optimizer(run.checkpoint, model, optimizer)
     report = progress.Steps(cfg.steps, run.step, cfg.method)
-    not_finite, failure = 0, None
+    not_finite, reward_error = 0, None
     stop.listen()
     try:
         evaluate_if_due(run, model, task, report, cfg)
@@ -850,8 +850,8 @@ def train(cfg: Config) -> None:
             lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
             selections, updates = [], []
             for number, mini_batch in enumerate(mini_batches):
-                stats = [e.old for e in mini_batch]  # right as long as pi_theta is pi_old
-                if number > 0 and training:
+                stats = [e.old for e in mini_batch]
+                if number > 0 and training:  # in the first mini-batch pi_theta still is pi_old
                     stats = statistics_pass(model, mini_batch, cfg)
                 selections.append(make_selection(mini_batch, stats, cfg))
                 if training:
@@ -868,17 +868,17 @@ def train(cfg: Config) -> None:
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()
             evaluate_if_due(run, model, task, report, cfg)
-    # Neither comes amid updates, so that the weights are those of a whole step. A Stopped is not
-    # kept: its traceback holds the rollout's KV cache, whose memory the saving needs.
+    # Both are raised between updates alone, so that the weights are those of a whole step. Stopped
+    # gets no name: its traceback would keep the rollout's KV cache, and saving needs that memory.
     except Stopped:
         pass
     except RewardError as error:
-        failure = error
+        reward_error = error
     if training:
         run.save(model, optimizer, task.tokenizer, cfg.keep_last)
     report.close(run.lines(), str(run.path), training)
-    if failure:
-        raise failure
+    if reward_error:
+        raise reward_error
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -226,7 +226,7 @@ def random_episodes(
     for length in lengths:
         ids = torch.randint(3, model.config.vocab_size, (16 + length,)).tolist()
         responses.append(Response(ids[:16], ids[16:], False, ""))
-    stats = rollout.score(model, responses, 2 * (max(lengths) + 16))
+    stats = rollout.response_stats(model, responses, 2 * (max(lengths) + 16))
     for place, (response, old) in enumerate(zip(responses, stats, strict=True)):
         reward = 1.0 if place % 2 else -1.0
         advantage = 0.0 if place // 8 < zero_groups else 0.94 * reward

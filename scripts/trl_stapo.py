@@ -139,8 +139,8 @@ class STAPOTrainer(GRPOTrainer):
         Each micro-batch gets its rows of I as `keep`, and sum I over all ranks as `num_kept`.
         """
         whole = joined(micro_batches)
-        scores = [self.score(self.model, batch) for batch in micro_batches]
-        logp, entropy = (torch.cat(rows) for rows in zip(*scores))  # (B, T) each, of this rank
+        stats = [self.statistics(self.model, batch) for batch in micro_batches]
+        logp, entropy = (torch.cat(rows) for rows in zip(*stats))  # (B, T) each, of this rank
         advantages, mask = whole["advantages"], whole["completion_mask"].bool()  # (B,), (B, T)
         candidates = spurious_candidates(logp, advantages, mask, tau_p=self.tau_p)  # (B, T)
         found = torch.cat(gather_object([entropy[candidates].cpu()]))  # of all ranks
@@ -157,13 +157,13 @@ class STAPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         """-J of a micro-batch: a sum over its kept tokens, divided by the mini-batch's count."""
-        logp, _ = self.score(model, inputs)
+        logp, _ = self.statistics(model, inputs)
         old_logp = inputs.get("old_per_token_logps")
         old_logp = logp.detach() if old_logp is None else old_logp
         tokens = logp, old_logp, inputs["advantages"], inputs["keep"]
         return clipped_loss(*tokens, **self.clip, num_kept=inputs["num_kept"])
 
-    def score(self, model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    def statistics(self, model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """ln p and H of the response tokens: (B, T) float32 each."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

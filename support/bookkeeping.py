@@ -138,7 +138,7 @@ class RunFolder:
         if rank() == 0:
             self.prepare(config | {f"{k}_fingerprint": v for k, v in fingerprints.items()})
         evaluated = [line["step"] for line in self.lines() if line.get("eval")]
-        self.evaluated = broadcast(max(evaluated, default=-1))  # the step of the last evaluation
+        self.evaluated_step = broadcast(max(evaluated, default=-1))
 
     def refuse(self, config: dict[str, Any], fingerprints: dict[str, str], resume: bool) -> None:
         """Raise InputError where this run is not the one that the directory holds."""
@@ -187,7 +187,7 @@ class RunFolder:
 
     def evaluation_is_due(self, every: int) -> bool:
         """Whether the last whole step (0: none yet) is to be evaluated and has not been."""
-        return is_due(self.step, every) and self.step > self.evaluated
+        return is_due(self.step, every) and self.step > self.evaluated_step
 
     def evaluation_file(self) -> Path:
         """Where the responses of the evaluation after the last whole step go."""
@@ -195,7 +195,7 @@ class RunFolder:
 
     def end_evaluation(self, scores: dict[str, dict]) -> None:
         """Append the scores after the last whole step to metrics.jsonl."""
-        self.evaluated = self.step
+        self.evaluated_step = self.step
         self.append("metrics.jsonl", [{"step": self.step, "eval": scores}])
 
     def write_dump(self, dump: dict[str, Any]) -> None:

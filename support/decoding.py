@@ -118,7 +118,7 @@ def decoding_loop(
     cache = SlotCache(max(lengths) + max_new_tokens, model.device, model.dtype)
     forward = functools.partial(model, **inputs | {"past_key_values": cache})
 
-    def choose(token: torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    def draw(token: torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         numbers = numbers if generation_config.do_sample else None
         return next_token(logits_processor(token, logits), numbers)
 
@@ -134,7 +134,7 @@ def decoding_loop(
         prefill(forward, cache, first, [rows[i] for i in running[first:]])
         # 2. Every slot gets a few tokens.
         texts = [rows[i] for i in running]
-        tokens = decode(forward, cache, texts, [seeds[i] for i in running], steps, choose).tolist()
+        tokens = decode(forward, cache, texts, [seeds[i] for i in running], steps, draw).tolist()
         # 3. A slot whose response has ended takes over the last one's row. The walk is backwards,
         # so that the last one has been looked at.
         for slot in reversed(range(len(running))):
@@ -173,7 +173,7 @@ def decode(
     rows: list[list[int]],
     seeds: list[int],
     steps: int,
-    choose: Callable,
+    draw: Callable,
 ) -> torch.Tensor:
     """`steps` more tokens for the row (prompt and response) of each slot: (R, steps) long."""
     device, longest, tokens = cache.device, max(map(len, rows)), []
@@ -192,7 +192,7 @@ def decode(
         cache.write_to(slots, position, visible)
         given = {"attention_mask": mask, "position_ids": position}
         logits = forward(input_ids=token, **given).logits[:, -1].float()  # (R, V)
-        token = choose(token, logits, numbers[:, step, None])  # (R, 1)
+        token = draw(token, logits, numbers[:, step, None])  # (R, 1)
         tokens.append(token)
     return torch.cat(tokens, 1)
 
@@ -200,7 +200,7 @@ def decode(
 # ----------------------------------------------------------------------------- the draw of a token
 
 
-def next_token(scores: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+def next_token(logits: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
     """Unnormalised log-probabilities (R, V) -> a token of each row, (R, 1) long.
 
     numbers (R, 1) float64 in [0, 1) are looked up in the cumulative distribution, which is float64
@@ -208,11 +208,11 @@ def next_token(scores: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tens
     word that torch.multinomial draws. None: the likeliest token.
     """
     if numbers is None:
-        return scores.argmax(-1, keepdim=True)
-    cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)  # (R, V)
+        return logits.argmax(-1, keepdim=True)
+    cumulative = logits.softmax(-1, dtype=torch.float64).cumsum(-1)  # (R, V)
     token = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)
     # NaN finds the id V. With one that exists, training's own checks report what is not finite.
-    return token.clamp(max=scores.shape[1] - 1)
+    return token.clamp(max=logits.shape[1] - 1)
 
 
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:

@@ -169,7 +169,7 @@ def broadcast(value: Any) -> Any:
     return values[0]
 
 
-def gather(value: Any) -> list:
+def all_list(value: Any) -> list:
     """Every rank's value, in rank order, on every rank."""
     values = [value]
     if dist.is_initialized():

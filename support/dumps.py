@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from support.distributed import all_max, all_sum, gather, rank, world_size
+from support.distributed import all_list, all_max, all_sum, rank, world_size
 from support.seeds import generator
 
 # Of a dump, over all ranks: tokens of the sample, responses, and tokens of each response.
@@ -54,7 +54,7 @@ def make_dump(
     tokens = sample_tokens(responses, tau_p, decode, generator(seed, "dump", step))
     positive_tokens = sum(len(response.ids) for response in responses)
     counts = all_sum({"positive_tokens": positive_tokens, "all_tokens": all_tokens})
-    chosen = choose(responses, generator(seed, "responses", step, rank()))
+    chosen = responses_to_show(responses, generator(seed, "responses", step, rank()))
     idle = all_max(len(chosen)) - len(chosen)  # forwards that other ranks do more than this one
     shown = []
     for response in chosen:
@@ -63,14 +63,15 @@ def make_dump(
         shown.append(describe(response, places, likeliest(ids, len(places)), decode))
     for _ in range(idle):
         likeliest(torch.zeros(2, dtype=torch.long), 1)  # keeps the ranks in step
+    tokens_of_ranks, shown_of_ranks = all_list(tokens), all_list(shown)
     return {
         "step": step,
         "method": method,
         "tau_p": tau_p,
         "positive_tokens": int(counts["positive_tokens"]),
         "all_tokens": int(counts["all_tokens"]),
-        "tokens": list(itertools.chain(*gather(tokens))),
-        "responses": list(itertools.chain(*gather(shown))),
+        "tokens": list(itertools.chain(*tokens_of_ranks)),
+        "responses": list(itertools.chain(*shown_of_ranks)),
     }
 
 
@@ -123,7 +124,9 @@ def sample_tokens(
 # ------------------------------------------------------------------- responses, token by token
 
 
-def choose(responses: list[DumpedResponse], draw: torch.Generator) -> list[DumpedResponse]:
+def responses_to_show(
+    responses: list[DumpedResponse], draw: torch.Generator
+) -> list[DumpedResponse]:
     """This rank's responses among those of all ranks that are shown.
 
     Responses with silenced tokens come first, and lots decide among equals.
@@ -134,7 +137,8 @@ def choose(responses: list[DumpedResponse], draw: torch.Generator) -> list[Dumpe
         for i, (response, lot) in enumerate(zip(responses, lots))
         if response.ids
     ]
-    first = sorted(itertools.chain(*gather(mine)))[:RESPONSES]
+    of_ranks = all_list(mine)
+    first = sorted(itertools.chain(*of_ranks))[:RESPONSES]
     return [responses[i] for _, _, owner, i in first if owner == rank()]
 
 

@@ -93,7 +93,7 @@ class Steps:
             self.warned = True
             warn(SAMPLING_WARNING.format(**line))
 
-    def evaluated(self, step: int, scores: dict[str, dict]) -> None:
+    def show_scores(self, step: int, scores: dict[str, dict]) -> None:
         """An evaluation is whole."""
         found = ", ".join(f"{name} {with_error(score)}" for name, score in scores.items())
         warn(f"evaluation after step {step}: {found}")

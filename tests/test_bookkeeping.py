@@ -432,7 +432,7 @@ def test_a_run_goes_on_with_the_data_and_the_reward_that_it_began_with(own, caps
 
 def test_an_error_of_one_rank_is_every_ranks(monkeypatch):
     """Rank 0's reward works, rank 1's failed: rank 0 raises what rank 1 says."""
-    monkeypatch.setattr(stapo, "gather", lambda failure: [failure, "rank 1's"])
+    monkeypatch.setattr(stapo, "all_list", lambda message: [message, "rank 1's"])
     with pytest.raises(RewardError, match="rank 1's"):
         stapo.grade(lambda text, problem: 1.0, [], [])
 

@@ -57,23 +57,23 @@ def mini_batch(rows: int = 7) -> dict:
     ids = torch.randint(words, (rows, width), generator=generator)
     lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
 
-    def score(rows):
+    def statistics(rows):
         logits = weight[rows].log_softmax(-1)
         logp = logits.gather(-1, ids[rows][..., None]).squeeze(-1)
         return logp, -(logits.exp() * logits).sum(-1).detach()
 
     with torch.no_grad():
         noise = 0.3 * torch.randn(rows, width, generator=generator)
-        old_logp = score(slice(None))[0] + noise
+        old_logp = statistics(slice(None))[0] + noise
     advantages = torch.tensor([1.2, 0.9, -0.7, 0.5, 1.7, 0.0, 0.8]).double()[:rows]
     mask = torch.arange(width) < lengths
-    names = {"old_logp": old_logp, "advantages": advantages, "mask": mask, "score": score}
+    names = {"old_logp": old_logp, "advantages": advantages, "mask": mask, "statistics": statistics}
     return names | {"weight": weight.requires_grad_()}
 
 
 def gradient_at_once(names: dict) -> torch.Tensor:
     """Of stapo_loss over the whole mini-batch; asserts that S2T has something to do there."""
-    logp, entropy = names["score"](slice(None))
+    logp, entropy = names["statistics"](slice(None))
     args = logp, names["old_logp"], names["advantages"], entropy, names["mask"]
     loss, sums = stapo_loss(*args)
     assert 3 < sums["silenced"] < sums["candidates"]
@@ -94,8 +94,8 @@ def two_passes_on_ranks(folder) -> None:
     own = torch.arange(7)[distributed.rank() :: distributed.world_size()]
     for name in ("old_logp", "advantages", "mask"):
         names[name] = names[name][own]
-    score = names["score"]
-    names["score"] = lambda rows: score(own[rows])
+    statistics = names["statistics"]
+    names["statistics"] = lambda rows: statistics(own[rows])
     first, second = example("two-passes").split("keep = ")
     loop = second[second.index("for rows") :]
     exec(first + example("ranks") + loop, names)

@@ -10,7 +10,7 @@ from conftest import ROOT
 import rollout
 import stapo
 from support import dumps
-from support.dumps import DumpedResponse, choose, make_dump, window
+from support.dumps import DumpedResponse, make_dump, responses_to_show, window
 
 FLAGS = "@tests/tiny/args --steps 1 --batch_size 12 --mini_batch_size 12 --group_size 4 --lr 0"
 FLAGS += " --max_new_tokens 40 --dump_every 1 --tau_p 0.5"
@@ -134,7 +134,7 @@ def test_a_long_response_is_cut_around_its_first_silenced_token(length, silenced
 
 
 def test_responses_with_silenced_tokens_are_chosen_first_over_all_ranks(monkeypatch):
-    """Three ranks, played one after the other: first to see what each brings, then to choose."""
+    """Three ranks, played one after the other: first to see what each brings, then to decide."""
     brought, chosen = [], []
     responses = [
         [make_response(i % 5, (0,) if i % 5 and i % 3 == r else (), i) for i in range(13)]
@@ -142,12 +142,12 @@ def test_responses_with_silenced_tokens_are_chosen_first_over_all_ranks(monkeypa
     ]
     for r in range(3):
         monkeypatch.setattr(dumps, "rank", lambda r=r: r)
-        monkeypatch.setattr(dumps, "gather", lambda mine: brought.append(mine) or [])
-        choose(responses[r], torch.Generator().manual_seed(r))
+        monkeypatch.setattr(dumps, "all_list", lambda mine: brought.append(mine) or [])
+        responses_to_show(responses[r], torch.Generator().manual_seed(r))
     for r in range(3):
         monkeypatch.setattr(dumps, "rank", lambda r=r: r)
-        monkeypatch.setattr(dumps, "gather", lambda mine: brought)
-        chosen.append(choose(responses[r], torch.Generator().manual_seed(r)))
+        monkeypatch.setattr(dumps, "all_list", lambda mine: brought)
+        chosen.append(responses_to_show(responses[r], torch.Generator().manual_seed(r)))
     everyone = [response for rank in responses for response in rank]
     marked = [r for r in everyone if r.silenced.any()]
     assert len(marked) == 10 and sum(map(len, chosen)) == dumps.RESPONSES

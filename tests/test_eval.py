@@ -290,7 +290,7 @@ def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypa
     fake.asked, sent = [], []
 
     def program(rank: int) -> None:
-        for name in ("broadcast", "gather"):
+        for name in ("broadcast", "all_list"):
             real = getattr(distributed, name)
             spy = lambda value, real=real: (sent.append(value), real(value))[1]  # noqa: E731
             monkeypatch.setattr(distributed, name, spy)

@@ -135,7 +135,9 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
     model = rollout.with_methods(transformers.LlamaForCausalLM(config).eval())
     short = Response([5, 6], list(range(20, 28)), False, "")
     long = Response([5], [7] * 39, True, "")
-    alone, beside = (rollout.score(model, rows, 100)[0].logp for rows in ([short], [short, long]))
+    alone, beside = (
+        rollout.response_stats(model, rows, 100)[0].logp for rows in ([short], [short, long])
+    )
     depends = kind in ("dynamic", "longrope")
     assert (float((alone - beside).abs().max()) > 1e-3) == depends
     model.save_pretrained(tmp_path)

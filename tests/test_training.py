@@ -305,7 +305,9 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
 
     stats = TokenStats(torch.zeros(1), torch.zeros(1), torch.zeros(1))
     monkeypatch.setattr(stapo, "sample", sample)
-    monkeypatch.setattr(stapo, "score", lambda model, responses, budget: [stats] * len(responses))
+    monkeypatch.setattr(
+        stapo, "response_stats", lambda model, responses, budget: [stats] * len(responses)
+    )
     cfg = Config(batch_size=4, mini_batch_size=2, group_size=2)
     task = stapo.Task(None, problems, lambda text, row: 1.0, {}, {})
     seeds = {

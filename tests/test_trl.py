@@ -25,8 +25,8 @@ from rollout import (
     encode_prompt,
     load_model,
     load_tokenizer,
+    response_stats,
     sample,
-    score,
 )
 
 trl_stapo = pytest.importorskip("trl_stapo", reason="trl is not installed")
@@ -331,7 +331,7 @@ def test_bfloat16_layers_and_a_float32_head(tmp_path, tied):
     model.model.register_forward_hook(lambda _, __, output: hidden.append(output[0][:, :-1]))
     width = batch["completion_ids"].size(1)
     with torch.no_grad(), Products(model.config.vocab_size) as products:
-        logp, entropy = trainer.score(model, batch)
+        logp, entropy = trainer.response_stats(model, batch)
     assert products.head == {(torch.float32, torch.float32)}
     assert products.others == {(torch.bfloat16, torch.bfloat16)}
     targets, mask = batch["completion_ids"].flatten(), batch["completion_mask"].bool()
@@ -420,7 +420,7 @@ class Engine:
     def generate(self, prompts, **_):
         options = {"max_new_tokens": self.length, "temperature": self.temperature}
         drawn = sample(self.policy, self.tokenizer, prompts, **options)
-        logp = [stats.logp + self.offset for stats in score(self.policy, drawn, 4096)]
+        logp = [stats.logp + self.offset for stats in response_stats(self.policy, drawn, 4096)]
         logp = [[[x] for x in row.tolist()] for row in logp]
         logp[0][0] = [None]  # vLLM's NaN
         return None, [response.ids for response in drawn], logp, None
