@@ -381,7 +381,7 @@ def draw(groups: list[Group], found: Results, curves: dict, file: Path) -> None:
             axes.fill_between(steps, *ends, color=colour, alpha=0.15, linewidth=0)
     left.set(xlabel="step", ylabel="accuracy of the rollouts (%)", ylim=(0, 100))
     middle.set(xlabel="step", ylabel="policy entropy (nats)", ylim=(0, None))
-    left.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4)
     for base, runs in by_base(groups, found).items():
         stapo, justrl = runs["STAPO"], runs.get("JustRL", {})
         seeds = sorted(stapo.keys() & justrl.keys())

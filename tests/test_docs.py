@@ -75,6 +75,15 @@ def test_flags_exist(page):
     assert mentioned <= known | OTHER_FLAGS
 
 
+def test_the_readme_counts_every_departure():
+    """It names the number of those that the reference lists, and no other list."""
+    section = text_of("reference.md").partition("## Where this departs from the paper")[2]
+    listed = re.findall(r"^(\d+)\. \*\*", section.partition("\n## ")[0], re.MULTILINE)
+    assert listed == [str(number + 1) for number in range(len(listed))]
+    readme = (ROOT / "README.md").read_text()
+    assert f"**Where this departs**: in {len(listed)} points" in readme
+
+
 def test_counted_tables_are_what_the_script_prints():
     """docs/training.md has both tables of scripts/costs.py as they are printed."""
     page = text_of("training.md")
