@@ -1,6 +1,6 @@
 """STAPO: Spurious-Token-Aware Policy Optimization (arXiv 2602.15620), beside its equations.
 
-    python stapo.py @tests/tiny/args                                    # a CPU, one minute
+    python stapo.py @tests/tiny/args                                    # one CPU thread
     python stapo.py --model Qwen/Qwen3-1.7B-Base                        # the paper's recipe
     torchrun --nproc-per-node 8 stapo.py --model Qwen/Qwen3-14B-Base    # the same under FSDP2
 
@@ -181,8 +181,8 @@ def spurious_mask(
 
     logp, entropy (B, T) float32 of the current policy, entropy in nats; advantages (B,); mask
     (B, T) bool. tau_h is the q-quantile of the entropies of the candidates, which are the
-    low-probability tokens of right responses (A > 0). None takes it from this call, which has to
-    see the whole mini-batch for that. Without candidates nothing is silenced.
+    low-probability tokens of right responses (A > 0). If tau_h is None, it is computed from this
+    call, which has to see the whole mini-batch for that. Without candidates nothing is silenced.
     """
     candidates = spurious_candidates(logp, advantages, mask, tau_p=tau_p)  # (B, T)
     if tau_h is None:
@@ -206,9 +206,10 @@ def clipped_loss(
         rho_it = pi_theta(y_it) / pi_old(y_it)
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token; old_logp (B, T): the
-    same under pi_old; advantages (B,) float32; keep (B, T) bool. num_kept is sum I; None counts
-    this call's. It belongs to the whole mini-batch: micro-batches are handed its count, and under
-    FSDP, which averages gradients over ranks, the global count / world size.
+    same under pi_old; advantages (B,) float32; keep (B, T) bool. num_kept is sum I; if it is None,
+    this call's kept tokens are counted. It belongs to the whole mini-batch: micro-batches are
+    handed its count, and under FSDP, which averages gradients over ranks, the global count / world
+    size.
     With I = 1 on every response token this is DAPO and JustRL (Sec. 2.3).
     """
     log_rho = (logp - old_logp).masked_fill(~keep, 0.0)  # (B, T), masked first: exp can overflow
@@ -324,8 +325,8 @@ class Method(NamedTuple):
 METHODS = {
     "stapo": Method(reads="right", divides_by="kept"),
     "justrl": Method(reads="none", divides_by="tokens"),
-    "grpo": Method(reads="none", divides_by="responses"),  # of each a mean over its tokens
-    "20-entropy": Method(reads="all", divides_by="tokens"),  # also by those that it drops
+    "grpo": Method(reads="none", divides_by="responses"),  # each gives the mean over its tokens
+    "20-entropy": Method(reads="all", divides_by="tokens"),  # those that it drops, too
     "full-mask": Method(reads="right", divides_by="kept"),
     "high-entropy": Method(reads="right", divides_by="kept"),
     "random": Method(reads="right", divides_by="kept"),
@@ -347,8 +348,9 @@ def choose_tokens(
     """The paper's I for every token of a mini-batch: (keep, candidates, tau_h).
 
     logp, advantages (A_i repeated over its tokens), entropy (N,): all tokens of all responses, of
-    all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. An
-    ablation is S2T with another number in the entropy's place.
+    all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. For
+    stapo keep is what spurious_mask does not silence; the ablations are the same two lines with
+    another number in the entropy's place.
     """
     no_token = torch.zeros_like(logp, dtype=torch.bool)
     if method in ("justrl", "grpo"):
@@ -502,16 +504,18 @@ def update(
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
     optimizer.zero_grad()
-    for places in progress.track(micro_batches(lengths, cfg.tokens_per_micro_batch), "update"):
+    batches = micro_batches(lengths, cfg.tokens_per_micro_batch)  # as many on every rank
+    for places in progress.track(batches, "update"):
         batch = [trained[i][0] for i in places]
         keep = [trained[i][1] for i in places]
         stats, mask = batch_stats(model, [e.response for e in batch], logp_only=True)
         if not batch:
-            (stats.logp.sum() * 0).backward()
+            (stats.logp.sum() * 0).backward()  # every rank takes part in FSDP's collectives
             continue
         loss, sums = batch_loss(batch, keep, stats.logp, mask, denominator, cfg)
         loss.backward()
-        for name, value in {"loss": loss.detach() / world_size(), **sums}.items():
+        sums["loss"] = loss.detach() / world_size()  # so that the ranks' losses add up
+        for name, value in sums.items():
             local[name] += value.double()
     model.eval()
     for parameter in model.parameters():
@@ -519,7 +523,8 @@ def update(
             parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    totals = all_sum(local) | {"grad_norm": norm}
+    totals = all_sum(local)
+    totals["grad_norm"] = norm
     finite = selection.finite and math.isfinite(norm) and math.isfinite(totals["loss"])
     if finite:
         optimizer.step()
@@ -567,13 +572,14 @@ def collect(
     rank returns [[a1, a2, b1, b2], [c1, c2, d1, d2]]. Of two ranks the first returns
     [[a1, a2], [c1, c2]], and the second [[b1, b2], [d1, d2]].
     """
-    chosen = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
+    indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
+    batch = [task.problems[index] for index in indices]
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
     starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)
-    prompts = [start + i for start in starts for i in range(share)]  # this rank's, in the batch
-    pairs = [(prompt, member) for prompt in prompts for member in range(cfg.group_size)]
-    posed = [task.problems[chosen[prompt]] for prompt, _ in pairs]
-    seeds = [mix_seed(cfg.seed, step, *pair) for pair in pairs]
+    places = [start + i for start in starts for i in range(share)]  # this rank's, in the batch
+    pairs = [(place, member) for place in places for member in range(cfg.group_size)]
+    posed = [batch[place] for place, _ in pairs]
+    seeds = [mix_seed(cfg.seed, step, place, member) for place, member in pairs]
     with distributed.gathered(model) as policy, stop.together():
         responses = sample(
             policy,
@@ -592,7 +598,7 @@ def collect(
     if reference:
         under_reference = response_stats(reference, responses, cfg.tokens_per_micro_batch)
         ref_logp = [stats.logp for stats in under_reference]
-    stop.leave_if_asked()  # updates that have begun are finished, so the last chance for a while
+    stop.leave_if_asked()  # the last chance before the updates, which are finished once begun
     advantages = advantages.flatten().tolist()
     episodes = [
         Episode(
@@ -691,7 +697,7 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
 
 
 def cost_metrics(tokens: int, began: float, sampled: float) -> dict[str, float]:
-    """What a step took on this rank, which began and had sampled and scored at these times."""
+    """Seconds and memory of a step on this rank, which began and then ended its rollout then."""
     ended = time.time()
     return {
         "rollout_seconds": sampled - began,
@@ -840,7 +846,7 @@ def train(cfg: Config) -> None:
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
             began = time.time()
             mini_batches = collect(model, reference, task, step, cfg)
-            episodes = sum(mini_batches, [])
+            episodes = [e for mini_batch in mini_batches for e in mini_batch]
             line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
             if is_due(step, cfg.dump_every):
                 dump(run, model, task, mini_batches, step, cfg)
@@ -868,8 +874,8 @@ def train(cfg: Config) -> None:
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()
             evaluate_if_due(run, model, task, report, cfg)
-    # Both are raised between updates alone, so that the weights are those of a whole step. Stopped
-    # gets no name: its traceback would keep the rollout's KV cache, and saving needs that memory.
+    # Neither is raised while a step's updates are under way: the weights are those of a whole step.
+    # Stopped gets no name, as its traceback would keep the KV cache, and saving needs that memory.
     except Stopped:
         pass
     except RewardError as error:

@@ -245,11 +245,11 @@ def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0
 
 
 def rollout_time(
-    lengths: list[int], slots: int, step_seconds: Callable[[int, int], float]
+    lengths: list[int], slots: int, step_seconds: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> tuple[float, int]:
     """Seconds and decoding steps of a rollout: a slot whose response has ended takes the next.
 
-    step_seconds(rows, longest): of a step with so many rows, the longest of so many tokens.
+    step_seconds(rows, longest): of steps with so many rows, the longest of so many tokens each.
     """
     waiting, running, taken, steps = lengths[::-1], [], 0.0, 0
     more = decoding.CHECK_EVERY
@@ -258,14 +258,18 @@ def rollout_time(
             running.append((0, waiting.pop()))  # tokens that it has, and will have
         longest = PROMPT + max(has for has, _ in running)
         rounds = min(math.ceil((end - has) / more) for has, end in running)  # until a slot is free
-        times = (step_seconds(len(running), longest + more * i) for i in range(rounds))
-        taken, steps, made = taken + more * sum(times), steps + more * rounds, more * rounds
+        times = step_seconds(len(running), longest + more * torch.arange(rounds))  # (rounds,)
+        made = more * rounds
+        taken, steps = taken + more * float(times.sum()), steps + made
         running = [(has + made, end) for has, end in running if has + made < end]
     return taken, steps
 
 
 def sampling_time(
-    lengths: list[int], rows: int, gpus: int, step_seconds: Callable[[int, int], float]
+    lengths: list[int],
+    rows: int,
+    gpus: int,
+    step_seconds: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> tuple[float, int]:
     """Seconds and decoding steps of the slowest rank for responses of these lengths."""
     shares = [lengths[rank::gpus] for rank in range(gpus)]
@@ -306,18 +310,21 @@ class Cost(NamedTuple):
         return (cfg.steps * self.seconds + evaluations * self.evaluation) / 3600
 
 
-def step_seconds(model: Qwen3ForCausalLM, card: Card, host: float) -> Callable[[int, int], float]:
-    """Seconds of a decoding step with so many rows, the longest of so many tokens.
+def step_seconds(
+    model: Qwen3ForCausalLM, card: Card, host: float
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """Seconds of decoding steps with so many rows, the longest of so many tokens each.
 
     host: seconds that it takes to launch a kernel.
     """
     kernels, layers = launches(model), model.config.num_hidden_layers
     fixed = kernels * KERNEL_SECONDS + 2 * parameters(model) / card.bandwidth
 
-    def seconds(rows: int, longest: int) -> float:
+    def seconds(rows: int, longest: torch.Tensor) -> torch.Tensor:
+        longest = longest.double()
         cache = rows * longest * cache_bytes(model.config) / card.bandwidth
-        attention = max(cache, layers * longest * ATTENTION_SECONDS)
-        return max(kernels * host, fixed + attention)
+        attention = torch.maximum(cache, layers * longest * ATTENTION_SECONDS)
+        return (fixed + attention).clamp(min=kernels * host)
 
     return seconds
 

@@ -198,13 +198,14 @@ def test_rollout_time_counts_the_steps_that_a_rollout_takes(model):
 
     def step_seconds(rows, longest):
         calls.append((rows, longest))
-        return 0.5
+        return torch.full((len(longest),), 0.5)
 
     seconds, steps = costs.rollout_time(lengths, 8, step_seconds)
     decoded = [rows for rows, width in taken if width == 1]
     assert steps == len(decoded) and seconds == 0.5 * steps
-    assert [rows for rows, _ in calls for _ in range(8)] == decoded
-    assert calls[0] == (8, costs.PROMPT) and calls[1][1] == costs.PROMPT + 8
+    assert [rows for rows, longest in calls for _ in range(8 * len(longest))] == decoded
+    assert calls[0][0] == 8 and calls[0][1][0] == costs.PROMPT
+    assert all(longest.diff().eq(8).all() for _, longest in calls)
 
 
 def test_costs_by_hand():
@@ -227,13 +228,16 @@ def test_costs_by_hand():
 def test_a_decoding_step_by_hand():
     """The host; the card with weights, small kernels, and attention over one row and over 64."""
     model, card = costs.empty_model("1.7B"), costs.Card(80, 1e15, 2e12)
-    assert costs.step_seconds(model, card, host=1e-3)(64, 16000) == pytest.approx(0.830)
+    tokens = torch.tensor([16000])
+    assert costs.step_seconds(model, card, host=1e-3)(64, tokens).item() == pytest.approx(0.830)
     on_card, fixed = (
         costs.step_seconds(model, card, host=0.0),
         830 * 2e-6 + 2 * 1_720_574_976 / 2e12,
     )
-    assert on_card(1, 16000) == pytest.approx(fixed + 28 * 0.58e-3)
-    assert on_card(64, 16000) == pytest.approx(fixed + 64 * 16000 * 28 * 2 * 8 * 128 * 2 / 2e12)
+    assert on_card(1, tokens).item() == pytest.approx(fixed + 28 * 0.58e-3)
+    assert on_card(64, tokens).item() == pytest.approx(
+        fixed + 64 * 16000 * 28 * 2 * 8 * 128 * 2 / 2e12
+    )
 
 
 def test_recipes_say_what_is_counted():
