@@ -882,7 +882,7 @@ def train(cfg: Config) -> None:
         reward_error = error
     if training:
         run.save(model, optimizer, task.tokenizer, cfg.keep_last)
-    report.close(run.lines(), str(run.path), training)
+    report.close(run.lines(), str(run.path), training, run.evaluation_is_due(cfg.eval_every))
     if reward_error:
         raise reward_error
 

@@ -135,7 +135,10 @@ def make_base(base: str, output: Path) -> None:
 def read_run(folder: Path, steps: int) -> list[dict[str, Any]] | None:
     """The metrics of each step of a whole run, the last with its evaluation's; else None."""
     log = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in log.open()] if log.exists() else []
+    try:
+        lines = [json.loads(line) for line in log.open()] if log.exists() else []
+    except ValueError:  # a line that was torn
+        return None
     scores = [line["eval"] for line in lines if line["step"] == steps and line.get("eval")]
     lines = [line for line in lines if "accuracy" in line]
     if len(lines) < steps or not scores:
@@ -404,8 +407,10 @@ def draw_paper_figures(plan: list[Group], output: Path, curves: dict) -> None:
     named = {group.name: group for group in plan if group.base == "tests/tiny"}
 
     def folders(*names: str) -> list[str]:
-        groups = [named[name] for name in names if name in named]
-        return [str(output / f"{g.key}-{seed}") for g in groups for seed in curves[g.key]]
+        """The runs of these rows, if there is more than one row to compare."""
+        groups = [named[name] for name in names if name in named and curves[named[name].key]]
+        runs = [str(output / f"{g.key}-{seed}") for g in groups for seed in curves[g.key]]
+        return runs if len(groups) > 1 else []
 
     figures = {
         "methods": folders("GRPO", "20-Entropy", "JustRL", "STAPO", "FullMask"),
@@ -414,7 +419,7 @@ def draw_paper_figures(plan: list[Group], output: Path, curves: dict) -> None:
     for flag, values in SWEEPS.items():
         figures[flag] = folders("STAPO", *(f"{flag} {x}" for x in values))
     for name, runs in figures.items():
-        if len(runs) > 1:
+        if runs:
             where = ["--smooth", "5", "--output", str(output / f"figures-{name}")]
             quiet_run(["scripts/figures.py", *runs, *where])
 

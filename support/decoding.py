@@ -142,6 +142,7 @@ def decoding_loop(
             row += until_stop(tokens[slot], stops)
             if row[-1] in stops or left[slot] == steps:
                 ended(running[slot], row[lengths[running[slot]] :])
+                rows[running[slot]] = []  # an evaluation has many, and keeps none of them
                 running[slot] = running[-1]
                 running.pop()
                 if slot < len(running):

@@ -98,8 +98,11 @@ class Steps:
         found = ", ".join(f"{name} {with_error(score)}" for name, score in scores.items())
         warn(f"evaluation after step {step}: {found}")
 
-    def close(self, lines: list[dict], folder: str, training: bool) -> None:
-        """Say what the run did, from the lines of metrics.jsonl, and what to do next."""
+    def close(self, lines: list[dict], folder: str, training: bool, unevaluated: bool) -> None:
+        """Say what the run did, from the lines of metrics.jsonl, and what to do next.
+
+        unevaluated: the last step is to be evaluated, and a stop came before.
+        """
         self.bar.close()
         for text in first_and_last_scores([line for line in lines if line.get("eval")]):
             say(text)
@@ -118,6 +121,9 @@ class Steps:
         if last["step"] < self.total:
             again = f"; continue with: python stapo.py --resume {folder}" if training else ""
             say(f"stopped after step {last['step']} of {self.total}{again}")
+        elif unevaluated and training:
+            again = f"python stapo.py --resume {folder}"
+            say(f"the evaluation after step {last['step']} is not whole; continue with: {again}")
         say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 
@@ -156,11 +162,19 @@ def with_error(score: dict) -> str:
     return f"{score['mean']:.1f}" + ("" if error is None else f" ± {error:.1f}")
 
 
+def sizes(line: dict, name: str) -> tuple[int, int] | None:
+    """Problems and samples of a benchmark in an evaluation, which a resumed run may change."""
+    score = line["eval"].get(name)
+    return score and (score["problems"], score["samples"])
+
+
 def first_and_last_scores(evaluations: list[dict]) -> Iterator[str]:
     """A line for each benchmark of the last evaluation, which begins `aime24: 3.1 -> 5.4 ± 1.9`."""
     last = evaluations[-1] if evaluations else {"eval": {}}
     for name, score in last["eval"].items():
-        first = next(line for line in evaluations if name in line["eval"])
+        first = next(
+            line for line in evaluations if sizes(line, name) == sizes(evaluations[-1], name)
+        )
         steps, text = f"step {last['step']}", f"{name}: "
         if first is not last:
             text += f"{first['eval'][name]['mean']:.1f} -> "

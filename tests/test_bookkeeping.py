@@ -532,3 +532,24 @@ def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
     one, other = (rows(tmp_path / name / "metrics.jsonl")[0] for name in ("none", "some"))
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
     assert math.isfinite(one["loss"])
+
+
+def test_the_end_of_a_run_compares_like_with_like_and_names_what_is_missing(capsys):
+    """Step 0 had 256 problems, then --eval_limit changed; the last evaluation was cut off."""
+
+    def evaluation(step: int, mean: float, problems: int) -> dict:
+        score = {"mean": mean, "standard_error": 2.0, "problems": problems, "samples": 4}
+        return {"step": step, "eval": {"t": score}}
+
+    steps = [
+        {"step": step, "accuracy": 0.5, "response_length": 9.0, "silenced": 1, "tokens": 9}
+        for step in (1, 2)
+    ]
+    lines = [evaluation(0, 10.0, 256), steps[0], evaluation(1, 40.0, 64), steps[1]]
+    progress.Steps(2, 0, "stapo").close(lines, "RUN", True, unevaluated=True)
+    said = capsys.readouterr().out
+    assert "t: 40.0 ± 2.0 (percent, after step 1" in said and "10.0" not in said
+    assert "the evaluation after step 2 is not whole; continue with:" in said
+    progress.Steps(2, 0, "stapo").close([*lines, evaluation(2, 50.0, 64)], "RUN", True, False)
+    said = capsys.readouterr().out
+    assert "t: 40.0 -> 50.0 ± 2.0" in said and "not whole" not in said

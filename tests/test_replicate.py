@@ -60,6 +60,14 @@ def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatc
     assert not (tmp_path / f"{group.key}-3").exists()
 
 
+def test_a_torn_line_makes_a_run_begin_anew(tmp_path):
+    write(tmp_path / "run", [0.1] * 3)
+    assert len(replicate.read_run(tmp_path / "run", 3)) == 3
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "accu')
+    assert replicate.read_run(tmp_path / "run", 3) is None
+
+
 def test_every_flag_of_the_plan_is_one_of_stapo():
     plan = replicate.whole_plan(5)
     assert len({group.key for group in plan}) == len(plan)
