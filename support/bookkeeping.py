@@ -6,6 +6,7 @@ Read from top to bottom: flags, the run directory, checkpoints, the wish to stop
 
 import argparse
 import contextlib
+import datetime
 import hashlib
 import json
 import math
@@ -252,8 +253,13 @@ def write_whole(file: Path, text: str) -> None:
 
 def fingerprint(value: Any) -> str:
     """16 hexadecimal digits that tell a value from others: of the SHA-256 of its JSON."""
-    # What JSON cannot hold counts by its kind: as text it could name an address in memory.
-    text = json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+
+    def as_text(other: Any) -> str:
+        """What JSON cannot hold: bytes as they are, dates too, others by their kind alone."""
+        plain = isinstance(other, (bytes, datetime.date, datetime.time))
+        return str(other) if plain else type(other).__name__  # str could name an address in memory
+
+    text = json.dumps(value, sort_keys=True, default=as_text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
