@@ -330,16 +330,17 @@ def best_rates(found: Results) -> str:
     best = {}
     for name in ("STAPO", "JustRL"):
         names = [name, *(f"{name}, {rate} the rate" for rate in RATES)]
-        keys = [key for key in (Group(n, "", 0).key for n in names) if found.get(key)]
-        if len(keys) < len(names):
+        runs = {n: found[Group(n, "", 0).key] for n in names if found.get(Group(n, "", 0).key)}
+        if len(runs) < len(names):
             return ""
-        best[name] = max(keys, key=lambda k: fmean(r["10 to 20"] for r in found[k].values()))
-    stapo, justrl = found[best["STAPO"]], found[best["JustRL"]]
+        best[name] = max(runs, key=lambda n: fmean(r["10 to 20"] for r in runs[n].values()))
+    stapo, justrl = (found[Group(name, "", 0).key] for name in best.values())
     seeds = sorted(stapo.keys() & justrl.keys())
-    text = "Each at its best rate, JustRL minus STAPO:"
-    for name in ACCURACIES:
-        text += f" {name} {signed([justrl[s][name] - stapo[s][name] for s in seeds])};"
-    return f"{text} rates: {best['STAPO']}, {best['JustRL']}"
+    differences = ", ".join(
+        f"{name} {signed([justrl[s][name] - stapo[s][name] for s in seeds])}" for name in ACCURACIES
+    )
+    rows = f"{best['JustRL']!r} minus {best['STAPO']!r}"
+    return f"Each at its best rate, {rows}, {len(seeds)} seeds: {differences}."
 
 
 def long_table(groups: list[Group], curves: dict[str, dict[int, list[dict]]]) -> str:
