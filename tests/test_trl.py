@@ -331,7 +331,7 @@ def test_bfloat16_layers_and_a_float32_head(tmp_path, tied):
     model.model.register_forward_hook(lambda _, __, output: hidden.append(output[0][:, :-1]))
     width = batch["completion_ids"].size(1)
     with torch.no_grad(), Products(model.config.vocab_size) as products:
-        logp, entropy = trainer.response_stats(model, batch)
+        logp, entropy = trainer.statistics(model, batch)
     assert products.head == {(torch.float32, torch.float32)}
     assert products.others == {(torch.bfloat16, torch.bfloat16)}
     targets, mask = batch["completion_ids"].flatten(), batch["completion_mask"].bool()
