@@ -71,7 +71,7 @@ class Config:
     samples: int = flag(0, "responses to a problem (0: the benchmark's own; greedy takes 1)")
     limit: int = flag(0, "first problems of each benchmark (0: all)")
     max_new_tokens: int = flag(20480, "response length at most")
-    rollout_batch_size: int = flag(256, "sequences decoded at a time, on each rank")
+    rollout_batch_size: int = flag(256, "responses decoded at a time, on each rank")
     seed: int = flag(0, "of the sampling")
     instruction: str = flag(rollout.INSTRUCTION, "follows every problem; may be empty")
     verifier: str = flag("", "causal LM that looks again at what the rule refused")
@@ -563,7 +563,7 @@ def run(cfg: Config) -> None:
         raise InputError(f"--{name} {getattr(cfg, name)}: has to be at least {least[name]}")
     decodings = parse_decodings(cfg.decoding)
     suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit)
-    for name in [cfg.model, cfg.verifier][: 1 + bool(cfg.verifier)]:
+    for name in filter(None, (cfg.model, cfg.verifier)):
         rollout.load_tokenizer(name)  # a wrong name fails here, not after hours
     folder = open_output(cfg)
     journal, verdicts = Journal(folder / "samples.jsonl"), None

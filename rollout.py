@@ -1,9 +1,10 @@
 """Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
 
-Read in the order of use: the model and its tokenizer, problems and prompts, sampling with Hugging
-Face `generate` (its decoding loop is in decoding.py), then scoring, which gives for every response
-token the three numbers that the paper is about: its log-probability, the entropy of the
-distribution it was drawn from, and that distribution's collision probability (Sec. 3.2).
+Read in the order of use: the model and its tokenizer; problems and prompts; sampling with Hugging
+Face `generate`, whose decoding loop is in support/decoding.py; then the statistics of every
+response token. These are the three numbers that the paper is about: the token's log-probability,
+the entropy of the distribution it was drawn from, and that distribution's collision probability
+(Sec. 3.2).
 """
 
 import contextlib
@@ -107,7 +108,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
         return with_methods(whole, gradient_checkpointing)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
-    distributed.shard(with_methods(model, gradient_checkpointing), METHODS)
+    distributed.shard(with_methods(model, gradient_checkpointing), GATHERED_METHODS)
     model.to_empty(device=distributed.device())
     for module in model.modules():  # rotary frequencies are computed, not stored
         if next(module.buffers(recurse=False), None) is not None:
@@ -119,7 +120,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
     return model.eval()
 
 
-METHODS = ("token_stats", "likeliest")
+GATHERED_METHODS = ("token_stats", "likeliest")
 
 
 def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
@@ -128,7 +129,7 @@ def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
     They use the head's weight outside the model's own forward. FSDP2 gathers weights around a call
     of one of the model's methods alone, so that they have to be methods.
     """
-    for name in METHODS:
+    for name in GATHERED_METHODS:
         setattr(model, name, types.MethodType(globals()[name], model))
     if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -138,10 +139,12 @@ def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
 def check_positions(name: str, model: Model) -> None:
     """Raise InputError where rotary frequencies depend on the longest row of a batch.
 
-    What one response is sampled and scored with would depend on the responses beside it.
+    The probabilities of a response's tokens would depend on the responses beside it.
     """
-    found = [getattr(module, "rope_type", None) for module in model.modules()]
-    kinds = [kind for f in found if f for kind in (f.values() if isinstance(f, dict) else [f])]
+    kinds: set[str] = set()
+    for module in model.modules():
+        kind = getattr(module, "rope_type", "default")
+        kinds.update(kind.values() if isinstance(kind, dict) else [kind])  # a dict: of layer types
     for kind in kinds:
         if "dynamic" in kind or kind == "longrope":
             raise InputError(
@@ -154,7 +157,7 @@ def check_positions(name: str, model: Model) -> None:
 def check_head(model: Model) -> None:
     """Raise InputError unless the model's logits are hidden states times the head's weight.
 
-    Scoring relies on it. A bias, a scale or a soft cap on the logits would make every
+    Token statistics rely on it. A bias, a scale or a soft cap on the logits would make every
     log-probability wrong, under whatever name the model's code has it. float32 weights.
     """
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
@@ -195,7 +198,7 @@ DAPO_WRAPPER = re.compile(
 def load_problems(
     source: str, split: str = "train", *, whole_rows: bool = False, progress: str | None = None
 ) -> list[dict[str, Any]]:
-    """Distinct problems of a Hub dataset or a local .jsonl or .parquet file, in file order.
+    """Distinct problems of a Hub dataset or a local .jsonl, .json or .parquet file, in file order.
 
     Columns understood: `problem`, `question` or a chat `prompt` (DAPO-Math-17k, whose wrapper is
     taken off); `answer`, `final_answer` (a list) or `reward_model["ground_truth"]`.
@@ -302,12 +305,12 @@ def sample(
 ) -> list[Response]:
     """Sample one response for each prompt (repeat a prompt G times for a group of G).
 
-    At most `batch_size` sequences are decoded at a time. `temperature` 0 is greedy decoding.
-    `seed` is one for each response, or one from which these are made. A response depends on its
-    own prompt and seed and on the weights: what else is decoded beside it changes its rounding
-    alone. `progress` names a bar over responses. `ended` is called with a prompt's place and its
-    response as soon as that has ended, and `poll` every CHECK_EVERY tokens; what either of them
-    raises ends the sampling.
+    At most `batch_size` responses are decoded at a time. `temperature` 0 is greedy decoding.
+    `seed` is a list with one seed for each response, or a number from which the list is made. A
+    response depends on its own prompt and seed and on the weights: what else is decoded beside it
+    changes its rounding alone. `progress` names a bar over responses. `ended` is called with a
+    prompt's place and its response as soon as that has ended, and `poll` every CHECK_EVERY tokens;
+    what either of them raises ends the sampling.
 
     A model with sliding windows or a recurrent state needs a cache of its own, which has no slots:
     its prompts go in batches, each of which waits for its longest response. Plain `generate` draws
@@ -325,7 +328,8 @@ def sample(
 
     def end(place: int, ids: list[int]) -> None:
         text = to_text(tokenizer, ids, True)
-        responses[place] = Response(prompts[place], ids, ids[-1] not in stops, text)
+        truncated = ids[-1] not in stops
+        responses[place] = Response(prompts[place], ids, truncated, text)
         bar.update()
         if ended:
             ended(place, responses[place])
@@ -337,10 +341,10 @@ def sample(
 
     with bar, ready_to_generate(model, config):
         if has_full_attention(model):
-            loop = functools.partial(decoding_loop, slots=size, seeds=seeds, ended=end, poll=look)
+            loop = functools.partial(decoding_loop, slots=size, seeds=seeds, end=end, poll=look)
             generate(model, prompts, config, custom_generate=loop)
         else:
-            generate_in_batches(model, prompts, config, size, seeds, ended=end, poll=look)
+            generate_in_batches(model, prompts, config, size, seeds, end=end, poll=look)
     if model.device.type == "cuda":
         # Else AdamW's moments and the update's gradients would settle in pieces of what the cache
         # leaves behind, and memory that is free would be in no piece large enough.
@@ -372,11 +376,10 @@ def generate(
 ) -> torch.Tensor | None:
     """model.generate on all prompts, left-padded; returns what it returns."""
     width, pad = max(map(len, prompts)), config.pad_token_id
-    rows = [[pad] * (width - len(p)) + p for p in prompts]
-    mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
-    ids, mask = torch.tensor([rows, mask], device=model.device)  # (N, P) each
-    options |= {"attention_mask": mask, "generation_config": config, "synced_gpus": False}
-    return model.generate(ids, **options)
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])  # (N, P)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # (N, P)
+    options |= {"attention_mask": mask.to(model.device), "generation_config": config}
+    return model.generate(ids.to(model.device), synced_gpus=False, **options)
 
 
 def generate_in_batches(
@@ -386,12 +389,12 @@ def generate_in_batches(
     size: int,
     seeds: list[int],
     *,
-    ended: Callable[[int, list[int]], None],
+    end: Callable[[int, list[int]], None],
     poll: Callable[[], None],
 ) -> None:
     """decoding_loop's part for a model whose cache has no slots, by plain `generate`.
 
-    `ended` gets a batch as a whole: if its short responses were kept and its long ones drawn again
+    `end` gets a batch as a whole: if its short responses were kept and its long ones drawn again
     with another seed, responses would come out too short.
     """
     say_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
@@ -400,8 +403,9 @@ def generate_in_batches(
         batch = prompts[start : start + size]
         torch.manual_seed(seeds[start])
         rows = generate(model, batch, config, stopping_criteria=polls)  # (B, P + T)
-        for place, row in enumerate(rows[:, max(map(len, batch)) :].tolist(), start):
-            ended(place, until_stop(row, stops))
+        generated = rows[:, max(map(len, batch)) :]  # (B, T)
+        for i, ids in enumerate(generated.tolist()):
+            end(start + i, until_stop(ids, stops))
 
 
 class Poll(StoppingCriteria):
@@ -479,7 +483,7 @@ def say_once(line: str) -> None:
     say(line)
 
 
-# ---------------------------------------------------------------------------------------- scoring
+# ------------------------------------------------------------------------------ token statistics
 
 
 class TokenStats(NamedTuple):
@@ -533,7 +537,7 @@ def batch_stats(
     model: Model, batch: list[Response], *, logp_only: bool = False
 ) -> tuple[TokenStats, torch.Tensor]:
     """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
-    batch = batch or [Response([0], [0], False, "")]
+    batch = batch or [Response(prompt_ids=[0], ids=[0], truncated=False, text="")]
     input_ids, _, mask = pad_batch(batch)
     count = int(mask[:, 1:].sum())  # asked here, on the CPU: asking a GPU waits for all its work
     input_ids, mask = (t.to(model.device, non_blocking=True) for t in (input_ids, mask))
@@ -553,12 +557,13 @@ def response_stats(model: Model, responses: list[Response], budget: int) -> list
     In the order of `responses`; `budget` is the tokens of a micro-batch.
     """
     found: dict[int, TokenStats] = {}
-    for places in track(micro_batches([r.length for r in responses], budget), "score"):
+    for places in track(micro_batches([r.length for r in responses], budget), "statistics"):
         stats, mask = batch_stats(model, [responses[i] for i in places])
         if places:
-            flat = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
-            rows = flat.split([len(responses[i].ids) for i in places], dim=1)
-            found |= {i: TokenStats(*row) for i, row in zip(places, rows, strict=True)}
+            three = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
+            lengths = [len(responses[place].ids) for place in places]
+            for place, own in zip(places, three.split(lengths, dim=1), strict=True):  # own (3, T)
+                found[place] = TokenStats(logp=own[0], entropy=own[1], collision=own[2])
     distributed.reshard(model)
     return [found[i] for i in range(len(responses))]
 
@@ -600,7 +605,11 @@ def token_stats(
     weight, targets = model.get_output_embeddings().weight, input_ids[rows, columns]  # (V, H), (N,)
     stats = head_stats(hidden, weight, targets, chunk=chunk, logp_only=logp_only)
     empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    return TokenStats(*(None if s is None else empty.index_put((rows, columns), s) for s in stats))
+
+    def placed(values: torch.Tensor | None) -> torch.Tensor | None:  # (N,) -> (B, L)
+        return None if values is None else empty.index_put((rows, columns), values)
+
+    return TokenStats(placed(stats.logp), placed(stats.entropy), placed(stats.collision))
 
 
 @torch.no_grad()
@@ -630,7 +639,7 @@ def likeliest(
 def sampling_gap(
     logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether sampled tokens were drawn from the policy that scored them: (gap in nats, z).
+    """Whether tokens were drawn from the policy that logp and entropy are of: (gap in nats, z).
 
     logp, entropy, mask: any one shape, of the sampled tokens under that policy. For a token drawn
     from pi, -ln pi(y) has the mean H, given everything before it. So d = -logp - H sums up
@@ -642,14 +651,13 @@ def sampling_gap(
 
 
 class HeadRows(NamedTuple):
-    """Tokens whose logits exist at a time.
+    """How many tokens the output head works on at a time.
 
-    Large parts launch fewer kernels, which is what counts on a GPU; small ones stay in a CPU's
-    caches.
+    Many at a time launch fewer kernels, which is what counts on a GPU; few stay in a CPU's caches.
     """
 
-    logits: int  # in a forward
-    softmax: int  # of these, those whose softmax exists
+    logits: int  # in a forward: (tokens, V) logits exist at once
+    softmax: int  # in a forward: of these, the tokens whose softmax exists at once
     gradient: int  # in a backward, which reads and writes the weight's whole gradient for each part
 
 
@@ -676,7 +684,8 @@ def head_stats(
     """
     sizes = head_rows(hidden.device)
     sizes = sizes._replace(logits=chunk, gradient=chunk) if chunk else sizes
-    return TokenStats(*HeadStats.apply(hidden, weight, targets, sizes, logp_only))
+    logp, entropy, collision = HeadStats.apply(hidden, weight, targets, sizes, logp_only)
+    return TokenStats(logp, entropy, collision)
 
 
 class HeadStats(torch.autograd.Function):

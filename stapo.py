@@ -16,7 +16,7 @@ Algorithm 1 of the paper, and the function that does each of its lines:
             one AdamW step up the gradient of J                                update
 
 Read from top to bottom: the flags, the loss beside its equations, which tokens each method keeps,
-the update of a mini-batch, the collection of a rollout batch, the metrics, the loop.
+the update of a mini-batch, the collection of a step's responses, the metrics, the loop.
 """
 
 import functools
@@ -91,9 +91,9 @@ class Config:
     eps_low: float = flag(0.2, "clip the ratio at 1 - eps_low")
     eps_high: float = flag(0.28, "clip the ratio at 1 + eps_high (grpo: eps_low)")
     beta: float = flag(0.001, "grpo: weight of the KL to the starting model")
-    # one step: a rollout batch and its optimiser steps
-    steps: int = flag(3000, "rollout batches to train on")
-    batch_size: int = flag(256, "prompts in a rollout batch")
+    # one step: responses to a batch of prompts, then an optimiser step for each mini-batch
+    steps: int = flag(3000, "batches of prompts to train on")
+    batch_size: int = flag(256, "prompts in a step")
     mini_batch_size: int = flag(64, "prompts in an optimiser step")
     group_size: int = flag(8, "responses to each prompt (G)")
     max_prompt_tokens: int = flag(1024, "longer prompts are dropped")
@@ -104,7 +104,7 @@ class Config:
     grad_clip: float = flag(1.0, "largest gradient norm")
     seed: int = flag(0, "of the data order and the sampling")
     # memory and files
-    rollout_batch_size: int = flag(256, "sequences decoded at a time, on each rank")
+    rollout_batch_size: int = flag(256, "responses decoded at a time, on each rank")
     tokens_per_micro_batch: int = flag(16384, "rows times longest row, on each rank")
     gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
     threads: int = flag(0, "CPU threads of each rank (0: torch's choice)")
@@ -215,11 +215,11 @@ def clipped_loss(
     log_rho = (logp - old_logp).masked_fill(~keep, 0.0)  # (B, T), masked first: exp can overflow
     rho = log_rho.exp()  # (B, T)
     A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
-    J = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T)
-    J = J.masked_fill(~keep, 0.0)  # (B, T)
+    J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term
+    J_it = J_it.masked_fill(~keep, 0.0)  # (B, T): times I
     if num_kept is None:
         num_kept = keep.sum().clamp(min=1)
-    return -J.sum() / num_kept
+    return -J_it.sum() / num_kept
 
 
 def stapo_loss(
@@ -304,8 +304,8 @@ def grpo_loss(
     A = advantages[:, None]  # (B, 1)
     log_r = (ref_logp - logp).masked_fill(~mask, 0.0)  # (B, T)
     k3 = log_r.exp() - log_r - 1  # (B, T)
-    J = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A) - beta * k3  # (B, T)
-    per_response = J.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
+    J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A) - beta * k3  # (B, T)
+    per_response = J_it.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
     return -per_response.sum() / num_responses
 
 
@@ -318,18 +318,18 @@ def grpo_loss(
 class Method(NamedTuple):
     """What a method looks at and divides by; what it keeps is said in choose_tokens below."""
 
-    reads: str  # the responses whose p and H under pi_theta it needs: "right", "all" or "none"
+    reads: str  # the responses whose p and H under pi_theta it needs: "A > 0", "all" or "none"
     divides_by: str  # the denominator of its objective: "kept" tokens, all "tokens" or "responses"
 
 
 METHODS = {
-    "stapo": Method(reads="right", divides_by="kept"),
+    "stapo": Method(reads="A > 0", divides_by="kept"),
     "justrl": Method(reads="none", divides_by="tokens"),
     "grpo": Method(reads="none", divides_by="responses"),  # each gives the mean over its tokens
     "20-entropy": Method(reads="all", divides_by="tokens"),  # those that it drops, too
-    "full-mask": Method(reads="right", divides_by="kept"),
-    "high-entropy": Method(reads="right", divides_by="kept"),
-    "random": Method(reads="right", divides_by="kept"),
+    "full-mask": Method(reads="A > 0", divides_by="kept"),
+    "high-entropy": Method(reads="A > 0", divides_by="kept"),
+    "random": Method(reads="A > 0", divides_by="kept"),
 }
 
 
@@ -398,10 +398,14 @@ def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[
     """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta.
 
     Only responses that the method reads are forwarded; the others keep pi_old's numbers. Only
-    right responses can hold candidates.
+    responses with A > 0 can hold candidates.
     """
     reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
-    needed = {"none": [], "right": [e for e in episodes if e.advantage > 0], "all": episodes}[reads]
+    needed = []
+    if reads == "all":
+        needed = episodes
+    elif reads == "A > 0":
+        needed = [e for e in episodes if e.advantage > 0]
     fresh = response_stats(model, [e.response for e in needed], cfg.tokens_per_micro_batch)
     current = {id(e): stats for e, stats in zip(needed, fresh, strict=True)}
     return [current.get(id(e), e.old) for e in episodes]
@@ -553,13 +557,13 @@ class Task(NamedTuple):
     fingerprints: dict[str, str]  # of what --data and --reward name
 
 
-def batch_indices(step: int, size: int, batch_size: int, seed: int) -> list[int]:
+def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
     """Which problems step 1, 2, ... trains on: epochs of shuffles, a pure function of the seed."""
-    first = (step - 1) * batch_size
-    epochs = range(first // size, (first + batch_size - 1) // size + 1)
-    order = torch.cat([torch.randperm(size, generator=generator(seed, epoch)) for epoch in epochs])
-    first -= epochs[0] * size
-    return order[first : first + batch_size].tolist()
+    start = (step - 1) * batch_size  # of this batch, where all epochs stand end to end
+    epochs = range(start // num_problems, (start + batch_size - 1) // num_problems + 1)
+    orders = [torch.randperm(num_problems, generator=generator(seed, epoch)) for epoch in epochs]
+    start -= epochs[0] * num_problems  # from here on where `orders` stand end to end
+    return torch.cat(orders)[start : start + batch_size].tolist()
 
 
 def collect(
@@ -804,7 +808,13 @@ def load_task(cfg: Config) -> Task:
     fingerprints = {"data": f"{len(kept)} problems, {fingerprint(rows)}"}
     if cfg.reward:
         fingerprints["reward"] = fingerprint(Path(cfg.reward.rpartition(":")[0]).read_bytes())
-    return Task(tokenizer, kept, reward, suite, fingerprints)
+    return Task(
+        tokenizer=tokenizer,
+        problems=kept,
+        reward=reward,
+        suite=suite,
+        fingerprints=fingerprints,
+    )
 
 
 def evaluate_if_due(
@@ -853,7 +863,8 @@ def train(cfg: Config) -> None:
             sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
+            lr = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
+            optimizer.param_groups[0]["lr"] = lr
             selections, updates = [], []
             for number, mini_batch in enumerate(mini_batches):
                 stats = [e.old for e in mini_batch]
@@ -867,9 +878,8 @@ def train(cfg: Config) -> None:
             # 3. Write down what happened; save and evaluate when it is time.
             line |= update_metrics(selections, updates) | {"lr": lr}
             line |= cost_metrics(line["tokens"], began, sampled)
-            samples = [sample_row(episode) for episode in episodes]
-            run.end_step(line, samples[: cfg.log_samples])
-            report.done(line, samples[0])
+            run.end_step(line, [sample_row(e) for e in episodes[: cfg.log_samples]])
+            report.done(line, sample_row(episodes[0]))
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes, cfg.eval_every):
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()

@@ -127,7 +127,7 @@ def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
     return float((ours - twin).abs().max() / twin.abs().max())
 
 
-# ---------------------------------------- head: scoring without the logits
+# ---------------------------------------- head: token statistics without the logits
 
 
 def plain_head(
@@ -188,14 +188,6 @@ def fresh_head_memory(name: str, shape: tuple[int, int, int]) -> int:
     return int(done.stdout)
 
 
-def head_error(words: int, width: int) -> float:
-    """Of 300 tokens, against plain in float64: plain's own float32 softmax is off by 3e-5."""
-    inputs = head_inputs(300, words, width)
-    exact = *(x.detach().double().requires_grad_() for x in inputs[:2]), inputs[2]
-    pairs = zip(run_head("ours", inputs), run_head("plain", exact), strict=True)
-    return max(error(a.double(), b) for a, b in pairs)
-
-
 def head(quick: bool) -> Iterator[dict]:
     tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
     if CUDA and not quick and not fits("head", 14):
@@ -211,8 +203,6 @@ def head(quick: bool) -> Iterator[dict]:
     yield row("head: time, ours / plain", 1 / in_turn(ours, twin, repeats), most=1.1)
     share = 1 / in_turn(logp_only, ours, repeats)
     yield row("head: time, logp_only / with entropy and collision", share, most=1)
-    worst = head_error(words, width)
-    yield row("head: largest relative error, values and gradients", worst, most=1e-5)
 
 
 # ---------------------------------------- update: no wasted tokens
@@ -225,12 +215,21 @@ def random_episodes(
     responses, episodes = [], []
     for length in lengths:
         ids = torch.randint(3, model.config.vocab_size, (16 + length,)).tolist()
-        responses.append(Response(ids[:16], ids[16:], False, ""))
+        response = Response(prompt_ids=ids[:16], ids=ids[16:], truncated=False, text="")
+        responses.append(response)
     stats = rollout.response_stats(model, responses, 2 * (max(lengths) + 16))
     for place, (response, old) in enumerate(zip(responses, stats, strict=True)):
         reward = 1.0 if place % 2 else -1.0
         advantage = 0.0 if place // 8 < zero_groups else 0.94 * reward
-        episodes.append(stapo.Episode({}, response, reward, advantage, seed=place, old=old))
+        episode = stapo.Episode(
+            problem={},
+            response=response,
+            reward=reward,
+            advantage=advantage,
+            seed=place,
+            old=old,
+        )
+        episodes.append(episode)
     return episodes
 
 
@@ -276,9 +275,10 @@ def update(quick: bool) -> Iterator[dict]:
     statistics_pass = functools.partial(stapo.statistics_pass, model, episodes, cfg)
     repeats = 1 if quick else 5
     what = "update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up"
-    yield row(what, in_turn(ours, twin, repeats), least=4)
-    difference = error(*gradients[-2:])
-    yield row("update: relative difference of the gradient", difference, most=1e-5)
+    faster = in_turn(ours, twin, repeats)
+    if error(*gradients[-2:]) > 1e-5:
+        raise RuntimeError("the two updates do not have the same gradient")
+    yield row(what, faster, least=4)
     share = in_turn(ours, statistics_pass, repeats)
     yield row("statistics pass / update, half of the trained right", share, most=0.15)
 
@@ -304,7 +304,7 @@ def schedule(lengths: list[int], prompt_width: int) -> Iterator[None]:
     Words fall into as many classes as there are lengths, and response i may hold those of class i
     alone: a decoding step knows it by the class of its last token. A prompt's last word names the
     class; where that is the separator, it is the row's place in the batch. The words themselves
-    are sampled from the model; a forward without a cache (scoring) is as it was.
+    are sampled from the model; a forward without a cache (token statistics) is as it was.
     """
     plain, ends = Qwen3ForCausalLM.forward, torch.tensor(lengths, device=DEVICE)
 
@@ -391,8 +391,6 @@ def decoding_step(quick: bool) -> Iterator[dict]:
         decode(8)
         taken = min(seconds(lambda: decode(32)) / 32 for _ in range(3))
     yield row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken)
-    read = costs.least_step_bytes(model, rows * length) / 1e12
-    yield row("decoding step: weights and cache read, TB a second", read / taken)
 
 
 # ---------------------------------------- step: against TRL's trainer
@@ -450,7 +448,7 @@ def train_with_trl(
 
 
 def step(quick: bool) -> Iterator[dict]:
-    """A rollout batch of 8 x 8 responses and its four optimiser steps, statistics pass included."""
+    """A step: a batch of 8 x 8 responses and four optimiser steps, statistics pass included."""
     if importlib.util.find_spec("trl") is None:
         left_out("step", "trl is not installed (pip install trl)")
         return
@@ -462,7 +460,7 @@ def step(quick: bool) -> Iterator[dict]:
     mine, peer = (random_model(qwen3("1.7B") if large else small_shape(quick)) for _ in "ab")
     tokenizer = word_tokenizer(mine.config.vocab_size)
     if large:
-        distributed.shard(mine, rollout.METHODS)  # this is what makes the compute bfloat16
+        distributed.shard(mine, rollout.GATHERED_METHODS)  # this is what makes the compute bfloat16
         mine.gradient_checkpointing_enable({"use_reentrant": False})
     prompts = torch.randint(3, mine.config.vocab_size, (8, 16))
     prompts[:, -1] = SEPARATOR  # the responses of a group share their prompt
@@ -471,7 +469,13 @@ def step(quick: bool) -> Iterator[dict]:
         {"problem": text, "answer": "", "prompt_ids": ids}
         for text, ids in zip(texts, prompts.tolist(), strict=True)
     ]
-    task = stapo.Task(tokenizer, problems, lambda text, _: first_word_is_even(text), {})
+    task = stapo.Task(
+        tokenizer=tokenizer,
+        problems=problems,
+        reward=lambda text, _: first_word_is_even(text),
+        suite={},
+        fingerprints={},
+    )
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
     cfg.tokens_per_micro_batch = 2 * (longest + 16)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=cfg.lr, fused=CUDA)
@@ -525,7 +529,7 @@ def peak_of_an_update(name: str, config: Qwen3Config, rows: int) -> Iterator[dic
     before = torch.cuda.memory_allocated()
     model = random_model(config)
     counted = costs.bytes_per_gpu(model, 1, micro_tokens=1024 * rows)["update"]
-    distributed.shard(model, rollout.METHODS)
+    distributed.shard(model, rollout.GATHERED_METHODS)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     episodes, cfg = random_episodes(model, [1008] * rows, zero_groups=0), stapo.Config()
@@ -533,9 +537,8 @@ def peak_of_an_update(name: str, config: Qwen3Config, rows: int) -> Iterator[dic
     for _ in range(2):  # the first makes AdamW's states
         torch.cuda.reset_peak_memory_stats()
         stapo.update(model, optimizer, episodes, selection, cfg)
-    peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+    peak = torch.cuda.max_memory_allocated() - before
     yield row(f"peak of an update, {name} on one GPU, measured / counted", peak / counted)
-    yield row("the same: reserved / allocated", reserved / (peak + before))
 
 
 # ---------------------------------------- the table

@@ -215,7 +215,7 @@ KERNEL_SECONDS = 2e-6  # of the card, for each kernel beside what it moves: a gu
 # mask one block of threads walks along all keys of a row and head.
 ATTENTION_SECONDS = 0.58e-3 / 16000
 PROMPT = 200  # tokens
-SHARE = 0.4  # of a card's peak, in scoring and in updates
+SHARE = 0.4  # of a card's peak, in token statistics and in updates
 COSTS = """Costs are counted from these assumptions; nothing of this was measured on a GPU.
 A decoding step takes as long as the host or the card, whichever is slower. The host launches each
 kernel in 12 to 19 microseconds (a guess, and the reason for each range below; 28 layers launch
@@ -224,12 +224,12 @@ at its published bandwidth; a layer's attention takes it at least 0.58 ms for 16
 however few the rows (an estimate), and each kernel 2 microseconds beside that (a guess).
 Response lengths are log-normal (median a fifth of --max_new_tokens, sigma 1, cut), prompts have 200
 tokens; as many rows are decoded at a time as fit, and the slowest rank counts. A parameter and
-token cost 2 operations to score and 8 to update, and before every mini-batch but the first the
-right half is scored again: at 40 % of the card's published dense bfloat16 peak. No group has A = 0.
-The hours of a run hold its evaluations, which are sampled like rollouts. Grading, communication
-between GPUs and checkpoints are not counted. GB: to download, the weights; on disk, these and the
-checkpoints. A run that ends its responses later than assumed costs more, in proportion to the
-decoding steps."""
+token cost 2 operations in the statistics and 8 in an update, and before every mini-batch but the
+first the right half gets its statistics again: at 40 % of the card's published dense bfloat16 peak.
+No group has A = 0. The hours of a run hold its evaluations, which are sampled like rollouts.
+Grading, communication between GPUs and checkpoints are not counted. GB: to download, the weights;
+on disk, these and the checkpoints. A run that ends its responses later than assumed costs more, in
+proportion to the decoding steps."""
 TABLE = "eval.py's whole table, six benchmarks under two decodings, by the same assumptions:"
 TABLES = [("1.7B", 1), ("1.7B", 8), ("8B", 1), ("8B", 8)]  # on an H100 each
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40}
@@ -293,8 +293,8 @@ class Cost(NamedTuple):
     tokens: float  # of a response, on average
     rows: int  # decoded at a time, on each GPU
     decoding_steps: int
-    sampling: float  # seconds, as scoring and update
-    scoring: float
+    sampling: float  # seconds, as statistics and update
+    statistics: float
     update: float
     evaluated: int  # responses of an evaluation, 0 where there is none
     evaluation: float  # seconds of one
@@ -302,7 +302,7 @@ class Cost(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return self.sampling + self.scoring + self.update
+        return self.sampling + self.statistics + self.update
 
     def hours(self, cfg: stapo.Config) -> float:
         """Of a run, with its evaluations: one before step 1 and then one every so many steps."""
@@ -345,11 +345,11 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card, host
     evaluated = response_lengths(size if cfg.eval_every else 0, cfg.max_new_tokens)
     evaluation_seconds, _ = sampling_time(evaluated, rows, gpus, of_step)
     tokens = sum(lengths) + PROMPT * count
-    scoring = 2 * parameters(model) * tokens / (SHARE * card.flops * gpus)
-    statistics_pass = 0.5 * (1 - cfg.mini_batch_size / cfg.batch_size) * scoring
-    update = 8 / 2 * scoring + statistics_pass
+    statistics = 2 * parameters(model) * tokens / (SHARE * card.flops * gpus)
+    statistics_pass = 0.5 * (1 - cfg.mini_batch_size / cfg.batch_size) * statistics
+    update = 8 / 2 * statistics + statistics_pass
     rows = min(rows, math.ceil(count / gpus))
-    step = count, sum(lengths) / count, rows, steps, sampling, scoring, update
+    step = count, sum(lengths) / count, rows, steps, sampling, statistics, update
     return Cost(*step, len(evaluated), evaluation_seconds)
 
 
@@ -368,7 +368,7 @@ def span(low: float, high: float, digits: int = 1) -> str:
 @functools.cache
 def costs_table() -> str:
     heading = ["run", "GPUs", "responses x mean tokens", "rows", "decoding steps"]
-    heading += ["minutes a step: sampling + scoring + update", "steps"]
+    heading += ["minutes a step: sampling + statistics + update", "steps"]
     heading += ["an evaluation: responses, minutes", "hours of the run"]
     heading += ["GB to download", "GB on disk"]
     rows = []
@@ -378,7 +378,7 @@ def costs_table() -> str:
         for gpus, card in machines:
             low, high = (cost(cfg, model, gpus, CARDS[card], host) for host in HOST_SECONDS)
             sampling = span(low.sampling / 60, high.sampling / 60)
-            minutes = f"{sampling} + {low.scoring / 60:.1f} + {low.update / 60:.1f} = "
+            minutes = f"{sampling} + {low.statistics / 60:.1f} + {low.update / 60:.1f} = "
             minutes += span(low.seconds / 60, high.seconds / 60)
             cells = [run, f"{gpus} x {card}", f"{low.responses:,} x {low.tokens:,.0f}"]
             cells += [f"{low.rows}", f"{low.decoding_steps:,}", minutes, f"{cfg.steps:,}"]

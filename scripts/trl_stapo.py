@@ -126,14 +126,14 @@ class STAPOTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         count = self.args.gradient_accumulation_steps
         if not self.model.training:
-            self.form_mask([inputs])
+            self.select_tokens([inputs])
         elif self._step % count == 0:
             first = self._step % self.args.steps_per_generation
-            self.form_mask(self._buffered_inputs[first : first + count])
+            self.select_tokens(self._buffered_inputs[first : first + count])
         return inputs
 
     @torch.no_grad()
-    def form_mask(self, micro_batches: list[dict]) -> None:
+    def select_tokens(self, micro_batches: list[dict]) -> None:
         """Algorithm 1: p and H of a mini-batch's tokens under the current policy, tau_h, and I.
 
         Each micro-batch gets its rows of I as `keep`, and sum I over all ranks as `num_kept`.

@@ -99,13 +99,13 @@ def decoding_loop(
     *,
     slots: int,
     seeds: list[int],
-    ended: Callable[[int, list[int]], None],
+    end: Callable[[int, list[int]], None],
     poll: Callable[[], None],
     **inputs: Any,
 ) -> None:
     """What `generate` runs, on left-padded prompts (N, P).
 
-    `slots` rows are decoded at a time. As soon as a response has ended, `ended` is called with the
+    `slots` rows are decoded at a time. As soon as a response has ended, `end` is called with the
     place of its prompt and with its ids, the stop id included. `poll` is called every few tokens.
     What either of them raises ends the sampling.
     """
@@ -141,7 +141,7 @@ def decoding_loop(
             row = rows[running[slot]]
             row += until_stop(tokens[slot], stops)
             if row[-1] in stops or left[slot] == steps:
-                ended(running[slot], row[lengths[running[slot]] :])
+                end(running[slot], row[lengths[running[slot]] :])
                 rows[running[slot]] = []  # an evaluation has many, and keeps none of them
                 running[slot] = running[-1]
                 running.pop()

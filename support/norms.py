@@ -1,7 +1,8 @@
 """RMSNorm as torch's own, which is one kernel on a GPU: transformers writes it as eight.
 
 A decoding step costs what the host launches, and half of its launches were norms. Training,
-scoring and sampling all take the same, or the sampler would differ from the scorer by a rounding.
+token statistics and sampling all take the same kernel. Otherwise the policy that samples and the
+policy that is trained would differ by a rounding.
 """
 
 import functools

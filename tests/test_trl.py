@@ -160,9 +160,9 @@ def test_micro_batches_give_the_same_steps(at_once, tmp_path, micro_batches):
 class OwnQuantile(trl_stapo.STAPOTrainer):
     """Each micro-batch silences below its own quantile; the count is the mini-batch's."""
 
-    def form_mask(self, micro_batches):
+    def select_tokens(self, micro_batches):
         for batch in micro_batches:
-            super().form_mask([batch])
+            super().select_tokens([batch])
         num_kept = sum(batch["keep"].sum() for batch in micro_batches)
         for batch in micro_batches:
             batch["num_kept"] = num_kept
@@ -171,8 +171,8 @@ class OwnQuantile(trl_stapo.STAPOTrainer):
 class OwnCount(trl_stapo.STAPOTrainer):
     """Each micro-batch is a mean over its own tokens, and the means are averaged."""
 
-    def form_mask(self, micro_batches):
-        super().form_mask(micro_batches)
+    def select_tokens(self, micro_batches):
+        super().select_tokens(micro_batches)
         for batch in micro_batches:
             batch["num_kept"] = batch["keep"].sum() * len(micro_batches)
 
