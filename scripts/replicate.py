@@ -33,7 +33,7 @@ from tqdm import tqdm
 matplotlib.use("Agg")  # files only, no display
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, LONG = 25, 100  # tests/tiny/args has 35
+STEPS, LONG = 25, 100  # tests/tiny/args has 28
 FIRST_SEED = 2  # 0 and 1 chose the settings of tests/tiny
 # Base models: flags of make_tiny.py. The first is tests/tiny itself.
 BASES = {

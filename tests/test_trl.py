@@ -435,9 +435,9 @@ def engine(monkeypatch):
 def page() -> list[list[str]]:
     """The flags of each command of the page: one GPU, eight, vLLM."""
     text = (ROOT / "docs" / "using-the-loss.md").read_text()
-    flags, commands = re.search(r'flags="(.*?)"\n(.*?)```', text, re.DOTALL).groups()
+    flags, commands = re.search(r"flags=\((.*?)\)\n(.*?)```", text, re.DOTALL).groups()
     lines = [line.partition("trl_stapo.py ")[2] for line in commands.splitlines()]
-    return [shlex.split(line.replace("$flags", flags)) for line in lines if line]
+    return [shlex.split(line.replace('"${flags[@]}"', flags)) for line in lines if line]
 
 
 ONE_GPU, EIGHT, VLLM = page()
