@@ -116,7 +116,8 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
     weights = whole.state_dict() if whole else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
-    model.generation_config = distributed.broadcast(whole and whole.generation_config)
+    generation_config = whole.generation_config if whole else None
+    model.generation_config = distributed.broadcast(generation_config)
     return model.eval()
 
 
@@ -180,7 +181,8 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         _, answered, turn_end = text.rpartition("<!>")
         turn_end = tokenizer(turn_end, add_special_tokens=False).input_ids[:1]
-        ids.update(i for i in turn_end if answered and i in tokenizer.added_tokens_decoder)
+        if answered and turn_end and turn_end[0] in tokenizer.added_tokens_decoder:
+            ids.add(turn_end[0])
     return sorted(ids - {None})
 
 
@@ -346,8 +348,8 @@ def sample(
         else:
             generate_in_batches(model, prompts, config, size, seeds, end=end, poll=look)
     if model.device.type == "cuda":
-        # Else AdamW's moments and the update's gradients would settle in pieces of what the cache
-        # leaves behind, and memory that is free would be in no piece large enough.
+        # The cache's memory goes back to the GPU. Otherwise gradients and AdamW's moments would be
+        # put into pieces of it, and no free piece would be large enough for the next cache.
         torch.cuda.empty_cache()
     return [responses[place] for place in range(len(prompts))]
 
@@ -442,9 +444,9 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: f
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * itemsize
-    # The cache of slots is reserved whole. That of plain `generate` grows by a copy at each token:
-    # of one layer's keys or values at a time, for which the fifth of the memory that is left free
-    # is enough from two layers on, at any length.
+    # The cache of slots is reserved whole. Plain `generate` copies one layer's keys or values at a
+    # time when its cache grows. With two layers or more, the fifth of the memory that is left free
+    # is enough for the copy.
     # Of each id of the vocabulary there are two logits (2 and 4 bytes), the softmax and its sums (8
     # each). Top-p sorts before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's own
     # buffers (32).
@@ -480,6 +482,7 @@ def has_full_attention(model: Model) -> bool:
 
 @functools.cache
 def say_once(line: str) -> None:
+    """Print a line the first time that it is asked for."""
     say(line)
 
 
@@ -665,6 +668,7 @@ HEAD_ROWS = {"cpu": HeadRows(256, 32, 256), "cuda": HeadRows(384, 128, 1536)}
 
 
 def head_rows(device: torch.device) -> HeadRows:
+    """What suits a device."""
     return HEAD_ROWS["cpu" if device.type == "cpu" else "cuda"]
 
 
@@ -725,13 +729,14 @@ class HeadStats(torch.autograd.Function):
         for i in range(0, len(targets), ctx.rows):
             rows = slice(i, i + ctx.rows)
             # d logp / d logits = onehot - pi
-            grad = float32_logits(hidden[rows], weight).sub_(lse[rows, None]).exp_().neg_()
+            logits = float32_logits(hidden[rows], weight)  # (C, V) float32
+            grad = logits.sub_(lse[rows, None]).exp_().neg_()  # -pi, in the memory of the logits
             grad.scatter_add_(1, targets[rows, None], torch.ones_like(grad[:, :1]))
             grad *= grad_logp[rows, None]
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])
-            del grad
+            del logits, grad  # one tensor, freed before the next chunk's
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 

@@ -270,7 +270,10 @@ def ratio_sums(
     eps_low: float,
     eps_high: float,
 ) -> dict[str, torch.Tensor]:
-    """Tokens, sum of rho, and the tokens whose gradient the clip takes away, below and above."""
+    """Of all tokens in mask: their number, the sum of rho, and how many are beyond the clip.
+
+    Beyond the clip's lower (A < 0) or upper (A > 0) end a token that is kept has no gradient.
+    """
     rho = (logp - old_logp).masked_fill(~mask, 0.0).exp()  # (B, T)
     low = (advantages[:, None] < 0) & (rho < 1 - eps_low)  # (B, T)
     high = (advantages[:, None] > 0) & (rho > 1 + eps_high)  # (B, T)
@@ -349,8 +352,8 @@ def choose_tokens(
 
     logp, advantages (A_i repeated over its tokens), entropy (N,): all tokens of all responses, of
     all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. For
-    stapo keep is what spurious_mask does not silence; the ablations are the same two lines with
-    another number in the entropy's place.
+    stapo keep is what spurious_mask does not silence. high-entropy and random rank the candidates
+    by another number than entropy; what follows from the ranking is the same.
     """
     no_token = torch.zeros_like(logp, dtype=torch.bool)
     if method in ("justrl", "grpo"):
@@ -476,7 +479,7 @@ def batch_loss(
     clip = {"eps_low": cfg.eps_low, "eps_high": eps_high}
     sums = ratio_sums(logp, old_logp, advantages, mask, **clip)
     if cfg.method == "grpo":
-        ref_logp = logp.detach()  # without a KL term no reference is loaded: this makes it zero
+        ref_logp = logp.detach()  # without a KL term no reference is loaded: this makes k3 zero
         if with_kl(cfg.method, cfg.beta):
             ref_logp = pad_like([e.ref_logp for e in batch], mask)
         args = logp, old_logp, ref_logp, advantages, mask
@@ -487,6 +490,7 @@ def batch_loss(
 
 
 def with_kl(method: str, beta: float) -> bool:
+    """Whether the objective has a KL term, and so needs the starting model."""
     return method == "grpo" and beta > 0
 
 
@@ -537,7 +541,10 @@ def update(
 
 
 def check_finite(finite: bool, not_finite: int, step: int) -> int:
-    """The number of updates in a row that were left out; raises InputError at the third."""
+    """Count updates that were left out in a row: 0 after one that was not; InputError at the third.
+
+    finite: whether the newest update stepped. not_finite: the count before it.
+    """
     not_finite = 0 if finite else not_finite + 1
     if not_finite == 3:
         raise InputError(f"step {step}: three updates in a row were not finite")
@@ -559,11 +566,12 @@ class Task(NamedTuple):
 
 def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
     """Which problems step 1, 2, ... trains on: epochs of shuffles, a pure function of the seed."""
-    start = (step - 1) * batch_size  # of this batch, where all epochs stand end to end
-    epochs = range(start // num_problems, (start + batch_size - 1) // num_problems + 1)
+    start = (step - 1) * batch_size  # the batch's first place, were all epochs one long list
+    last = start + batch_size - 1
+    epochs = range(start // num_problems, last // num_problems + 1)  # that the batch is part of
     orders = [torch.randperm(num_problems, generator=generator(seed, epoch)) for epoch in epochs]
-    start -= epochs[0] * num_problems  # from here on where `orders` stand end to end
-    return torch.cat(orders)[start : start + batch_size].tolist()
+    offset = start - epochs[0] * num_problems  # the same place in the list of these epochs
+    return torch.cat(orders)[offset : offset + batch_size].tolist()
 
 
 def collect(
@@ -701,7 +709,10 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
 
 
 def cost_metrics(tokens: int, began: float, sampled: float) -> dict[str, float]:
-    """Seconds and memory of a step on this rank, which began and then ended its rollout then."""
+    """Seconds and memory of a step on this rank; tokens are those of all ranks.
+
+    The step began at the time `began`, and its rollout had ended at the time `sampled`.
+    """
     ended = time.time()
     return {
         "rollout_seconds": sampled - began,
@@ -885,7 +896,7 @@ def train(cfg: Config) -> None:
             stop.leave_if_asked()
             evaluate_if_due(run, model, task, report, cfg)
     # Neither is raised while a step's updates are under way: the weights are those of a whole step.
-    # Stopped gets no name, as its traceback would keep the KV cache, and saving needs that memory.
+    # Stopped is not kept: its traceback holds the KV cache, and saving needs that memory.
     except Stopped:
         pass
     except RewardError as error:

@@ -141,15 +141,18 @@ def update_fits(held: dict[str, int], gb: int) -> bool:
     return held["update"] <= 0.95e9 * gb
 
 
-MEMORY = """Memory is counted, not measured, at the default flags. GB is 1e9 bytes. Rows are
-sequences decoded at a time: what four fifths of the free memory hold, at most
---rollout_batch_size, drawing a token included (eval.py: with top-p, which sorts all words).
-Host: rank 0 has the float32 weights in memory while it loads and saves, eval.py one bfloat16 copy
-at a time; torch itself takes a few GB a rank beside that. Disk: 12 bytes a parameter for a
-checkpoint, of which --keep_last + 1 exist while one is saved. PyTorch's allocator has its default
-setting: a rollout gives its memory back before the update. Where a run is out of memory although
-much is "reserved but unallocated", set PYTORCH_ALLOC_CONF=expandable_segments:True.
---method grpo holds the starting model, too."""
+MEMORY = """Memory is counted, not measured, at the default flags. GB is 1e9 bytes.
+
+- Rows are responses decoded at a time: as many as four fifths of the free memory hold, and at most
+  --rollout_batch_size. What drawing a token takes is counted; for eval.py with top-p, which sorts
+  the vocabulary.
+- Host: rank 0 of stapo.py has the float32 weights in memory while it loads and saves. eval.py has
+  one bfloat16 copy at a time. torch itself takes a few GB a rank beside that.
+- Disk: a checkpoint has 12 bytes a parameter, and --keep_last + 1 exist while one is saved.
+- PyTorch's allocator has its default setting, and a rollout gives its memory back before the
+  update. Where a run is out of memory although much is "reserved but unallocated", set
+  PYTORCH_ALLOC_CONF=expandable_segments:True.
+- --method grpo holds the starting model, too, which is not counted."""
 MACHINES = (  # model, GPUs, GB of each
     *(("0.6B", 1, 24), ("1.7B", 1, 24), ("1.7B", 1, 48), ("1.7B", 1, 80), ("1.7B", 4, 24)),
     *(("1.7B", 8, 80), ("8B", 8, 80), ("8B", 64, 80), ("14B", 8, 80), ("14B", 64, 80)),
@@ -216,20 +219,26 @@ KERNEL_SECONDS = 2e-6  # of the card, for each kernel beside what it moves: a gu
 ATTENTION_SECONDS = 0.58e-3 / 16000
 PROMPT = 200  # tokens
 SHARE = 0.4  # of a card's peak, in token statistics and in updates
-COSTS = """Costs are counted from these assumptions; nothing of this was measured on a GPU.
-A decoding step takes as long as the host or the card, whichever is slower. The host launches each
-kernel in 12 to 19 microseconds (a guess, and the reason for each range below; 28 layers launch
-830). The card reads all weights, and of every row as many keys and values as the longest row has,
-at its published bandwidth; a layer's attention takes it at least 0.58 ms for 16,000 of them,
-however few the rows (an estimate), and each kernel 2 microseconds beside that (a guess).
-Response lengths are log-normal (median a fifth of --max_new_tokens, sigma 1, cut), prompts have 200
-tokens; as many rows are decoded at a time as fit, and the slowest rank counts. A parameter and
-token cost 2 operations in the statistics and 8 in an update, and before every mini-batch but the
-first the right half gets its statistics again: at 40 % of the card's published dense bfloat16 peak.
-No group has A = 0. The hours of a run hold its evaluations, which are sampled like rollouts.
-Grading, communication between GPUs and checkpoints are not counted. GB: to download, the weights;
-on disk, these and the checkpoints. A run that ends its responses later than assumed costs more, in
-proportion to the decoding steps."""
+COSTS = """Costs are counted from these assumptions; nothing of this was measured on a GPU:
+
+- A decoding step takes as long as the host or the card, whichever is slower.
+- The host launches each kernel in 12 to 19 microseconds. This is a guess, and the reason for each
+  range below. 28 layers launch 830 kernels.
+- The card reads all weights and the keys and values of every row, as if each row were as long as
+  the longest, at the published bandwidth. Attention takes it at least 0.58 ms a layer for 16,000
+  tokens in a row, even where rows are few (an estimate). Each kernel takes 2 microseconds more (a
+  guess).
+- Response lengths are log-normal: the median is a fifth of --max_new_tokens, sigma is 1, and what
+  is longer than --max_new_tokens is cut. Prompts have 200 tokens. As many rows are decoded at a
+  time as fit, and the slowest rank counts.
+- A parameter and token cost 2 operations in the statistics and 8 in an update. Before every
+  mini-batch but the first the right half gets its statistics again. All of this runs at 40 % of the
+  card's published dense bfloat16 peak. No group has A = 0.
+- The hours of a run hold its evaluations, which are sampled like rollouts. Grading, communication
+  between GPUs and checkpoints are not counted.
+- GB to download are the weights. GB on disk are these and the checkpoints.
+
+A run that ends its responses later than assumed costs more, in proportion to the decoding steps."""
 TABLE = "eval.py's whole table, six benchmarks under two decodings, by the same assumptions:"
 TABLES = [("1.7B", 1), ("1.7B", 8), ("8B", 1), ("8B", 8)]  # on an H100 each
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40}
