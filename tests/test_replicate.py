@@ -46,6 +46,30 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys, monkeypatch):
     assert len(lines) == 5 and lines[4].startswith("tests/tiny,JustRL,3,")
 
 
+def test_each_method_is_compared_at_its_best_rate():
+    """Over steps 5 to 10 both are best at twice the rate, later STAPO is at the usual one."""
+    accuracies = {
+        "STAPO, half the rate": (10, 20),
+        "STAPO": (40, 80),
+        "STAPO, twice the rate": (50, 75),
+        "JustRL, half the rate": (5, 10),
+        "JustRL": (30, 70),
+        "JustRL, twice the rate": (52, 72),
+    }
+    groups = [Group(name, "", 2) for name in accuracies]
+    found = {}
+    for group in groups:
+        early, later = accuracies[group.name]
+        run = {"5 to 10": early, "10 to 20": later, "last five": later, "held out": later}
+        found[group.key] = {2: run, 3: {span: value + 1 for span, value in run.items()}}
+    found[groups[-1].key][3]["10 to 20"] -= 2  # 72 and 71, against 80 and 81
+    lines = replicate.best_rates(groups, found).splitlines()[2:]
+    twice = "STAPO, twice the rate | JustRL, twice the rate"
+    assert lines[0] == f"| 5 to 10 | {twice} | +2.0 ± 0.0 |"
+    assert lines[1] == "| 10 to 20 | STAPO | JustRL, twice the rate | -9.0 ± 1.0 |"
+    assert replicate.best_rates(groups[:-1], found) == ""
+
+
 def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(replicate, "quiet_run", commands.append)
