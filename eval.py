@@ -563,7 +563,7 @@ def run(cfg: Config) -> None:
         raise InputError(f"--{name} {getattr(cfg, name)}: has to be at least {least[name]}")
     decodings = parse_decodings(cfg.decoding)
     suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit)
-    for name in filter(None, (cfg.model, cfg.verifier)):
+    for name in [cfg.model, cfg.verifier] if cfg.verifier else [cfg.model]:
         rollout.load_tokenizer(name)  # a wrong name fails here, not after hours
     folder = open_output(cfg)
     journal, verdicts = Journal(folder / "samples.jsonl"), None

@@ -1,7 +1,7 @@
 """Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
 
-Read in the order of use: the model and its tokenizer; problems and prompts; sampling with Hugging
-Face `generate`, whose decoding loop is in support/decoding.py; then the statistics of every
+Read in the order of use: the model and its tokenizer; problems and prompts; sampling, which Hugging
+Face's `generate` hands on to the loop in support/decoding.py; then the statistics of every
 response token. These are the three numbers that the paper is about: the token's log-probability,
 the entropy of the distribution it was drawn from, and that distribution's collision probability
 (Sec. 3.2).
@@ -144,8 +144,9 @@ def check_positions(name: str, model: Model) -> None:
     """
     kinds: set[str] = set()
     for module in model.modules():
-        kind = getattr(module, "rope_type", "default")
-        kinds.update(kind.values() if isinstance(kind, dict) else [kind])  # a dict: of layer types
+        kind = getattr(module, "rope_type", None) or "default"
+        # A dict has one for each type of layer.
+        kinds.update(kind.values() if isinstance(kind, dict) else [kind])
     for kind in kinds:
         if "dynamic" in kind or kind == "longrope":
             raise InputError(
@@ -642,7 +643,7 @@ def likeliest(
 def sampling_gap(
     logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether tokens were drawn from the policy that logp and entropy are of: (gap in nats, z).
+    """Whether tokens were drawn from the policy that gave logp and entropy: (gap in nats, z).
 
     logp, entropy, mask: any one shape, of the sampled tokens under that policy. For a token drawn
     from pi, -ln pi(y) has the mean H, given everything before it. So d = -logp - H sums up
@@ -656,12 +657,13 @@ def sampling_gap(
 class HeadRows(NamedTuple):
     """How many tokens the output head works on at a time.
 
-    Many at a time launch fewer kernels, which is what counts on a GPU; few stay in a CPU's caches.
+    With many, fewer kernels are launched, which is what counts on a GPU. With few, their logits
+    stay in a CPU's caches.
     """
 
     logits: int  # in a forward: (tokens, V) logits exist at once
     softmax: int  # in a forward: of these, the tokens whose softmax exists at once
-    gradient: int  # in a backward, which reads and writes the weight's whole gradient for each part
+    gradient: int  # in a backward: each chunk reads and writes the weight's whole gradient
 
 
 HEAD_ROWS = {"cpu": HeadRows(256, 32, 256), "cuda": HeadRows(384, 128, 1536)}
@@ -729,14 +731,14 @@ class HeadStats(torch.autograd.Function):
         for i in range(0, len(targets), ctx.rows):
             rows = slice(i, i + ctx.rows)
             # d logp / d logits = onehot - pi
-            logits = float32_logits(hidden[rows], weight)  # (C, V) float32
-            grad = logits.sub_(lse[rows, None]).exp_().neg_()  # -pi, in the memory of the logits
+            grad = float32_logits(hidden[rows], weight)  # (C, V) float32: the logits
+            grad.sub_(lse[rows, None]).exp_().neg_()  # -pi, in the same memory
             grad.scatter_add_(1, targets[rows, None], torch.ones_like(grad[:, :1]))
             grad *= grad_logp[rows, None]
-            grad = grad.to(hidden.dtype)
+            grad = grad.to(hidden.dtype)  # in bfloat16 a copy: the float32 one is freed here
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])
-            del logits, grad  # one tensor, freed before the next chunk's
+            del grad  # before the next chunk's exists
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 

@@ -74,7 +74,7 @@ class Config:
     """Every flag; the defaults are the paper's training setup (appendix)."""
 
     model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM")
-    data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl or .parquet")
+    data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl, .json or .parquet")
     instruction: str = flag(INSTRUCTION, "follows every problem; may be empty")
     reward: str = flag("", "FILE.py:FUNCTION in place of the grader: (response, row) -> float")
     output: str = flag("", "run directory; empty: a fresh one under runs/")
@@ -270,9 +270,10 @@ def ratio_sums(
     eps_low: float,
     eps_high: float,
 ) -> dict[str, torch.Tensor]:
-    """Of all tokens in mask: their number, the sum of rho, and how many are beyond the clip.
+    """Of all tokens in mask: their number, the sum of rho, and how many the clip stops at each end.
 
-    Beyond the clip's lower (A < 0) or upper (A > 0) end a token that is kept has no gradient.
+    It stops a token with A < 0 below 1 - eps_low, and one with A > 0 above 1 + eps_high: there the
+    clipped term has no gradient.
     """
     rho = (logp - old_logp).masked_fill(~mask, 0.0).exp()  # (B, T)
     low = (advantages[:, None] < 0) & (rho < 1 - eps_low)  # (B, T)
@@ -321,8 +322,8 @@ def grpo_loss(
 class Method(NamedTuple):
     """What a method looks at and divides by; what it keeps is said in choose_tokens below."""
 
-    reads: str  # the responses whose p and H under pi_theta it needs: "A > 0", "all" or "none"
-    divides_by: str  # the denominator of its objective: "kept" tokens, all "tokens" or "responses"
+    reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
+    divides_by: Literal["kept", "tokens", "responses"]  # kept tokens, all tokens, all responses
 
 
 METHODS = {
@@ -541,9 +542,9 @@ def update(
 
 
 def check_finite(finite: bool, not_finite: int, step: int) -> int:
-    """Count updates that were left out in a row: 0 after one that was not; InputError at the third.
+    """How many updates in a row were left out, up to the newest; raises InputError at the third.
 
-    finite: whether the newest update stepped. not_finite: the count before it.
+    finite: whether the newest update stepped. not_finite: how many in a row were left out before.
     """
     not_finite = 0 if finite else not_finite + 1
     if not_finite == 3:
@@ -551,7 +552,7 @@ def check_finite(finite: bool, not_finite: int, step: int) -> int:
     return not_finite
 
 
-# ============================================================= collecting a rollout batch, Sec. 2.2
+# ========================================================== collecting a step's responses, Sec. 2.2
 
 
 class Task(NamedTuple):
@@ -568,7 +569,7 @@ def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> l
     """Which problems step 1, 2, ... trains on: epochs of shuffles, a pure function of the seed."""
     start = (step - 1) * batch_size  # the batch's first place, were all epochs one long list
     last = start + batch_size - 1
-    epochs = range(start // num_problems, last // num_problems + 1)  # that the batch is part of
+    epochs = range(start // num_problems, last // num_problems + 1)  # whose problems it has
     orders = [torch.randperm(num_problems, generator=generator(seed, epoch)) for epoch in epochs]
     offset = start - epochs[0] * num_problems  # the same place in the list of these epochs
     return torch.cat(orders)[offset : offset + batch_size].tolist()
@@ -577,12 +578,12 @@ def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> l
 def collect(
     model: Model, reference: Model | None, task: Task, step: int, cfg: Config
 ) -> list[list[Episode]]:
-    """Sample, reward and score this rank's share of step's prompts: a list for each mini-batch.
+    """Sample and reward this rank's share of step's responses, with their statistics under pi_old.
 
-    Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the ranks.
-    With a batch of four problems a, b, c, d, mini-batches of two and groups of two responses, one
-    rank returns [[a1, a2, b1, b2], [c1, c2, d1, d2]]. Of two ranks the first returns
-    [[a1, a2], [c1, c2]], and the second [[b1, b2], [d1, d2]].
+    Returns a list for each mini-batch. Each rank takes its slice of every mini-batch, so that the
+    mini-batches do not depend on the ranks. With a batch of four problems a, b, c, d, mini-batches
+    of two and groups of two responses, one rank returns [[a1, a2, b1, b2], [c1, c2, d1, d2]]. Of
+    two ranks the first returns [[a1, a2], [c1, c2]], and the second [[b1, b2], [d1, d2]].
     """
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     batch = [task.problems[index] for index in indices]
@@ -709,7 +710,7 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
 
 
 def cost_metrics(tokens: int, began: float, sampled: float) -> dict[str, float]:
-    """Seconds and memory of a step on this rank; tokens are those of all ranks.
+    """Seconds of a step and peak memory so far, on this rank; tokens are those of all ranks.
 
     The step began at the time `began`, and its rollout had ended at the time `sampled`.
     """

@@ -144,8 +144,8 @@ def update_fits(held: dict[str, int], gb: int) -> bool:
 MEMORY = """Memory is counted, not measured, at the default flags. GB is 1e9 bytes.
 
 - Rows are responses decoded at a time: as many as four fifths of the free memory hold, and at most
-  --rollout_batch_size. What drawing a token takes is counted; for eval.py with top-p, which sorts
-  the vocabulary.
+  --rollout_batch_size. What drawing a token takes is counted, too: for eval.py that includes
+  top-p, which sorts the vocabulary.
 - Host: rank 0 of stapo.py has the float32 weights in memory while it loads and saves. eval.py has
   one bfloat16 copy at a time. torch itself takes a few GB a rank beside that.
 - Disk: a checkpoint has 12 bytes a parameter, and --keep_last + 1 exist while one is saved.
@@ -224,16 +224,16 @@ COSTS = """Costs are counted from these assumptions; nothing of this was measure
 - A decoding step takes as long as the host or the card, whichever is slower.
 - The host launches each kernel in 12 to 19 microseconds. This is a guess, and the reason for each
   range below. 28 layers launch 830 kernels.
-- The card reads all weights and the keys and values of every row, as if each row were as long as
-  the longest, at the published bandwidth. Attention takes it at least 0.58 ms a layer for 16,000
-  tokens in a row, even where rows are few (an estimate). Each kernel takes 2 microseconds more (a
-  guess).
+- The card reads all weights, and the keys and values of every row as if each were as long as the
+  longest, at the published bandwidth. A layer's attention takes it at least 0.58 ms for 16,000
+  tokens of the longest row, however few the rows are (an estimate). Each kernel takes 2
+  microseconds beside what it moves (a guess).
 - Response lengths are log-normal: the median is a fifth of --max_new_tokens, sigma is 1, and what
   is longer than --max_new_tokens is cut. Prompts have 200 tokens. As many rows are decoded at a
   time as fit, and the slowest rank counts.
-- A parameter and token cost 2 operations in the statistics and 8 in an update. Before every
-  mini-batch but the first the right half gets its statistics again. All of this runs at 40 % of the
-  card's published dense bfloat16 peak. No group has A = 0.
+- Each parameter costs 2 operations a token in the statistics and 8 in an update. Before every
+  mini-batch but the first, the half of its responses that is right gets its statistics again. All
+  of this runs at 40 % of the card's published dense bfloat16 peak. No group has A = 0.
 - The hours of a run hold its evaluations, which are sampled like rollouts. Grading, communication
   between GPUs and checkpoints are not counted.
 - GB to download are the weights. GB on disk are these and the checkpoints.

@@ -39,6 +39,7 @@ FIRST_SEED = 2  # 0 and 1 chose the settings of tests/tiny
 BASES = {
     "tests/tiny": "",
     "no noise": "--noise 0",
+    "noise 1 %": "--noise 0.01",
     "noise 3 %": "--noise 0.03",
     "noise 12 %": "--noise 0.12",
     "another pre-training": "--seed 1",
@@ -317,7 +318,8 @@ def base_table(groups: list[Group], found: Results) -> str:
 
 def by_base(groups: list[Group], found: Results) -> dict[str, dict[str, dict[int, dict]]]:
     """Base model -> main row -> seed -> numbers, from no noise to the most."""
-    order = ["no noise", "noise 3 %", "tests/tiny", "another pre-training", "noise 12 %"]
+    order = ["no noise", "noise 1 %", "noise 3 %"]
+    order += ["tests/tiny", "another pre-training", "noise 12 %"]
     made: dict[str, dict] = {base: {} for base in order}
     for group in groups:
         if group.name in MAIN:
@@ -328,20 +330,22 @@ def by_base(groups: list[Group], found: Results) -> dict[str, dict[str, dict[int
 def best_rates(groups: list[Group], found: Results) -> str:
     """JustRL minus STAPO, seed by seed, each at its best rate: once over each span of steps.
 
-    The best rate is the one with the highest mean over the very steps that are compared.
+    The best rate is the one with the highest mean over the very steps that are compared, on the
+    seeds that all rates have.
     """
+    rates = ["", *(f", {rate} the rate" for rate in RATES)]
+    names = {method: [method + rate for rate in rates] for method in ("STAPO", "JustRL")}
+    tiny = {group.name: found[group.key] for group in groups if group.base == "tests/tiny"}
+    tried = {name: tiny.get(name, {}) for row in names.values() for name in row}
+    seeds = sorted(set.intersection(*map(set, tried.values())))
     rows = []
-    for span in ACCURACIES:
-        best = {}
-        for name in ("STAPO", "JustRL"):
-            names = [name, *(f"{name}, {rate} the rate" for rate in RATES)]
-            tried = [g for g in groups if g.base == "tests/tiny" and g.name in names]
-            if len(tried) < len(names):
-                return ""
-            best[name] = max(tried, key=lambda g: fmean(r[span] for r in found[g.key].values()))
-        stapo, justrl = (found[group.key] for group in best.values())
-        differences = [justrl[s][span] - stapo[s][span] for s in justrl.keys() & stapo.keys()]
-        rows.append([span, best["STAPO"].name, best["JustRL"].name, signed(differences)])
+    for span in ACCURACIES if seeds else ():
+        means = {name: fmean(tried[name][seed][span] for seed in seeds) for name in tried}
+        stapo, justrl = (max(row, key=means.get) for row in names.values())
+        differences = [tried[justrl][seed][span] - tried[stapo][seed][span] for seed in seeds]
+        rows.append([span, stapo, justrl, signed(differences)])
+    if not rows:
+        return ""
     return markdown(["accuracy over", "best STAPO", "best JustRL", "JustRL minus STAPO"], rows)
 
 

@@ -47,7 +47,7 @@ FIXED = {
     "top_entropy_quantile": 1.0,
     "delta": None,  # no second clip
     "off_policy_mask_threshold": None,
-    # The policy that samples is the one that is scored: full vocabulary, temperature 1.
+    # The policy that samples is the one that is trained: full vocabulary, temperature 1.
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -102,8 +102,9 @@ def joined(micro_batches: list[dict]) -> dict[str, torch.Tensor]:
 class STAPOTrainer(GRPOTrainer):
     """GRPOTrainer with STAPO's loss, exact for any number of micro-batches and ranks.
 
-    Takes GRPOTrainer's arguments by name, and tau_p and q. Whatever `args` says, dropout is off
-    and logits are a float32 product: chance and rounding are not to decide whether p < tau_p.
+    Takes GRPOTrainer's arguments by name, and tau_p and q. Whatever `args` says, dropout layers are
+    off and logits are a float32 product: chance and rounding are not to decide whether p < tau_p.
+    Attention dropout is refused.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class STAPOTrainer(GRPOTrainer):
 class Arguments:
     """The flags beside TRL's."""
 
-    data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl or .parquet")
+    data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl, .json or .parquet")
     instruction: str = flag(INSTRUCTION, "follows every problem; may be empty")
     reward: str = flag("", "FILE.py:FUNCTION in place of the grader: (response, row) -> float")
     max_prompt_tokens: int = flag(1024, "longer prompts are dropped")

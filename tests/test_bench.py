@@ -41,8 +41,9 @@ def test_plain_head_is_the_twin_of_head_stats():
 
 
 def test_plain_update_is_the_twin_of_update(monkeypatch):
-    assert len(list(bench.update(quick=True))) == 2  # and neither raises
-    monkeypatch.setattr(stapo, "batch_loss", lambda *args: (1.001 * args[2].sum(), {}))
+    assert len(list(bench.update(quick=True))) == 2  # its own comparison of gradients passes
+    # With this loss responses with A = 0 have a gradient, too. The twin alone forwards them.
+    monkeypatch.setattr(stapo, "batch_loss", lambda *args: (args[2].sum(), {}))
     with pytest.raises(RuntimeError, match="not have the same gradient"):
         next(bench.update(quick=True))
 

@@ -148,6 +148,17 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
         rollout.load_model(str(tmp_path))
 
 
+def test_the_kinds_of_positions_that_modules_name():
+    """One kind, one for each type of layer, or none."""
+    model = torch.nn.Linear(2, 2)
+    for fine in (None, "default", {"full_attention": "default", "sliding_attention": "linear"}):
+        model.rope_type = fine
+        rollout.check_positions("model", model)
+    model.rope_type = {"full_attention": "default", "sliding_attention": "dynamic"}
+    with pytest.raises(rollout.InputError, match="rope_type 'dynamic'"):
+        rollout.check_positions("model", model)
+
+
 # -------------------------------------------------------------------------------------- sampling
 
 

@@ -31,7 +31,7 @@ from rollout import (
 
 trl_stapo = pytest.importorskip("trl_stapo", reason="trl is not installed")
 
-# Of a rollout batch. In a group of two only one has A > 0: the first tokens of two right responses
+# Sampled at a time. In a group of two only one has A > 0: the first tokens of two right responses
 # to a prompt would have one entropy, and rounding would decide about a threshold between them.
 PROMPTS, GROUP = 32, 2
 
@@ -248,7 +248,7 @@ def test_the_mask_is_the_papers(at_once):
 
 
 def on_ranks(folder, ranks: int) -> None:
-    """Four steps on one rollout batch and then another, each the mini-batch of two steps."""
+    """Responses are sampled twice, each time the mini-batch of two steps."""
     trainer = train(folder / "run", micro_batches=2, mini_batches=1, num_iterations=2, ranks=ranks)
     silenced = [
         int((x["completion_mask"].bool() & ~x["keep"]).sum()) for x in trainer.seen[1].slices
@@ -281,7 +281,7 @@ def test_gradient_checkpointing_changes_nothing(at_once, tmp_path):
 
 
 def test_without_candidates_it_is_trls_dapo_loss(tmp_path):
-    """With tau_p = 0, and one mini-batch in a rollout batch: TRL counts tokens over all of them."""
+    """With tau_p = 0, and one mini-batch for each sampling: TRL counts tokens over all of them."""
     options = {"micro_batches": 4, "mini_batches": 1, "num_iterations": 2}
     ours = train(tmp_path, settings={"tau_p": 0.0}, **options)
     theirs = train(tmp_path, trl_stapo.GRPOTrainer, disable_dropout=True, **options)
