@@ -62,6 +62,11 @@ class Group(NamedTuple):
         return range(FIRST_SEED, FIRST_SEED + self.runs)
 
     @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return self.name if self.base == "tests/tiny" else f"{self.base}: {self.name}"
+
+    @property
     def key(self) -> str:
         """Its name among all groups and, with a seed, that of its run directories."""
         return f"{self.base}-{self.name}".replace("/", "-").replace(" ", "-").replace("%", "pct")
@@ -270,7 +275,7 @@ def level_table(groups: list[Group], found: Results) -> str:
         reached = [run["to 80 %"] for run in runs if run["to 80 %"]]
         count = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)} runs)"
         cells.append(f"{fmean(reached):.1f}{count}" if reached else "never")
-        rows.append([group.name, str(len(runs)), *cells])
+        rows.append([group.label, str(len(runs)), *cells])
     return markdown(head, rows)
 
 
@@ -288,7 +293,7 @@ def difference_table(groups: list[Group], found: Results) -> str:
         cells = [signed(values) for values in differences.values()]
         cells.append(f"{fmean(a['entropy'] / b['entropy'] for a, b in pairs):.2f}")
         each = " ".join(f"{value:+.1f}" for value in differences["10 to 20"])
-        rows.append([group.name, *cells, each])
+        rows.append([group.label, *cells, each])
     return markdown(head, rows)
 
 
@@ -456,10 +461,11 @@ def report(plan: list[Group], output: Path) -> None:
     if not groups:
         return
     found = {k: {s: measure(run) for s, run in runs.items()} for k, runs in curves.items()}
-    for base in BASES:
-        rows = [group for group in groups if group.base == base]
+    tiny = [group for group in groups if group.base == "tests/tiny"]
+    others = [group for group in groups if group.base != "tests/tiny"]
+    for title, rows in {"tests/tiny": tiny, "Other base models": others}.items():
         if rows:
-            print(f"\n{base}\n\n{level_table(rows, found)}\n\n{difference_table(rows, found)}")
+            print(f"\n{title}\n\n{level_table(rows, found)}\n\n{difference_table(rows, found)}")
     print(f"\nBase models\n\n{base_table(groups, found)}")
     rates = best_rates(groups, found)
     if rates:
