@@ -405,13 +405,13 @@ def draw(groups: list[Group], found: Results, curves: dict, file: Path) -> None:
             gains = [stapo[s]["10 to 20"] - justrl[s]["10 to 20"] for s in seeds]
             error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0
             right.errorbar(share, fmean(gains), yerr=error, fmt="o", color=COLOURS["STAPO"])
-            left_of_it = base == "tests/tiny"  # which has another beside it
-            place = {"xytext": (-8, 6), "ha": "right"} if left_of_it else {"xytext": (8, -12)}
+            on_its_left = base in ("tests/tiny", "another pre-training")  # the next point is near
+            place = {"xytext": (-8, -4), "ha": "right"} if on_its_left else {"xytext": (6, -14)}
             right.annotate(base, (share, fmean(gains)), textcoords="offset points", **place)
     right.axhline(0, color="grey", linewidth=0.8)
     right.set(xlabel="silenced share of all tokens (%)")
     right.set(ylabel="STAPO minus JustRL, steps 10 to 20 (points)")
-    right.margins(x=0.6, y=0.2)
+    right.margins(x=0.4, y=0.2)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
