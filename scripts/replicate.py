@@ -411,7 +411,7 @@ def draw(groups: list[Group], found: Results, curves: dict, file: Path) -> None:
     right.axhline(0, color="grey", linewidth=0.8)
     right.set(xlabel="silenced share of all tokens (%)")
     right.set(ylabel="STAPO minus JustRL, steps 10 to 20 (points)")
-    right.margins(x=0.4, y=0.2)
+    right.margins(x=0.5, y=0.2)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
