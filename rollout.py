@@ -127,8 +127,8 @@ GATHERED_METHODS = ("token_stats", "likeliest")
 def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
     """The model with two functions of this file as methods: token_stats and likeliest.
 
-    They use the head's weight outside the model's own forward. FSDP2 gathers weights around a call
-    of one of the model's methods alone, so that they have to be methods.
+    They use the head's weight outside the model's own forward. FSDP2 gathers weights only around
+    calls of the model's own methods, so these two functions have to be methods.
     """
     for name in GATHERED_METHODS:
         setattr(model, name, types.MethodType(globals()[name], model))
@@ -204,7 +204,7 @@ def load_problems(
     """Distinct problems of a Hub dataset or a local .jsonl, .json or .parquet file, in file order.
 
     Columns understood: `problem`, `question` or a chat `prompt` (DAPO-Math-17k, whose wrapper is
-    taken off); `answer`, `final_answer` (a list) or `reward_model["ground_truth"]`.
+    taken off); `answer`, `final_answer` (text or a list) or `reward_model["ground_truth"]`.
     Returns [{"problem": str, "answer": str}]; raises InputError naming the file or the row. With
     `whole_rows` each problem has its "row" too, a dict of every column, and needs no answer.
     `progress` names a bar over the rows.
@@ -315,10 +315,10 @@ def sample(
     prompt's place and its response as soon as that has ended, and `poll` every CHECK_EVERY tokens;
     what either of them raises ends the sampling.
 
-    A model with sliding windows or a recurrent state needs a cache of its own, which has no slots:
-    its prompts go in batches, each of which waits for its longest response. Plain `generate` draws
-    from torch's generator, so that a batch has one seed, that of its first response: what is
-    sampled depends on the batches then, and so, on a GPU, on the memory that is free.
+    A model with sliding windows or a recurrent state needs a cache of its own, which has no slots.
+    Its prompts go in batches, each of which waits for its longest response. Plain `generate` draws
+    from torch's generator, and a batch has one seed, that of its first response. So what is sampled
+    depends on the size of the batches and, on a GPU, on the memory that is free.
     """
     if not prompts:
         return []
@@ -397,8 +397,8 @@ def generate_in_batches(
 ) -> None:
     """decoding_loop's part for a model whose cache has no slots, by plain `generate`.
 
-    `end` gets a batch as a whole: if its short responses were kept and its long ones drawn again
-    with another seed, responses would come out too short.
+    `end` gets a batch as a whole. Otherwise a stop would leave its short responses, the long ones
+    would be drawn again with another seed, and responses would come out too short.
     """
     say_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
     stops, polls = set(config.eos_token_id), StoppingCriteriaList([Poll(poll)])
@@ -457,7 +457,10 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: f
 
 @contextlib.contextmanager
 def ready_to_generate(model: Model, config: GenerationConfig) -> Iterator[None]:
-    """The model generates by `config` alone; raises RuntimeError where more would run."""
+    """The model generates by `config` alone.
+
+    Raises RuntimeError where `generate` would run a logits processor that config does not ask for.
+    """
     own, training = model.generation_config, model.training
     model.generation_config = GenerationConfig()
     model.eval()  # gradient checkpointing, active in training mode, would turn the cache off

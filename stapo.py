@@ -244,7 +244,8 @@ def stapo_loss(
     tau_h and num_kept belong to the whole mini-batch: None takes them from this call, which is
     right when the call sees all of it. With more than one micro-batch, hand on `keep` and not
     tau_h: call spurious_mask once for the mini-batch, then clipped_loss for each micro-batch. tau_h
-    can be a candidate's own entropy, and a second pass rounds that entropy differently.
+    can be a candidate's own entropy. A second pass rounds that entropy differently, and the
+    comparison with tau_h could come out the other way.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
     silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)
@@ -329,8 +330,8 @@ class Method(NamedTuple):
 METHODS = {
     "stapo": Method(reads="A > 0", divides_by="kept"),
     "justrl": Method(reads="none", divides_by="tokens"),
-    "grpo": Method(reads="none", divides_by="responses"),  # each gives the mean over its tokens
-    "20-entropy": Method(reads="all", divides_by="tokens"),  # those that it drops, too
+    "grpo": Method(reads="none", divides_by="responses"),  # after a mean over each one's tokens
+    "20-entropy": Method(reads="all", divides_by="tokens"),  # dropped ones count
     "full-mask": Method(reads="A > 0", divides_by="kept"),
     "high-entropy": Method(reads="A > 0", divides_by="kept"),
     "random": Method(reads="A > 0", divides_by="kept"),
@@ -353,8 +354,8 @@ def choose_tokens(
 
     logp, advantages (A_i repeated over its tokens), entropy (N,): all tokens of all responses, of
     all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. For
-    stapo keep is what spurious_mask does not silence. high-entropy and random rank the candidates
-    by another number than entropy; what follows from the ranking is the same.
+    stapo keep is what spurious_mask does not silence. In the place of the entropy high-entropy has
+    -H, and random its noise: tau_h is a quantile of that.
     """
     no_token = torch.zeros_like(logp, dtype=torch.bool)
     if method in ("justrl", "grpo"):
@@ -365,7 +366,8 @@ def choose_tokens(
     if method == "full-mask":
         return ~candidates, candidates, math.inf
     ranked_by = {"stapo": entropy, "high-entropy": -entropy, "random": noise}[method]
-    tau_h = quantile(ranked_by if quantile_over == "all" else ranked_by[candidates], q)
+    over = ranked_by if quantile_over == "all" else ranked_by[candidates]
+    tau_h = quantile(over, q)
     silenced = candidates & (ranked_by < tau_h)
     return ~silenced, candidates, float(tau_h)
 
@@ -523,7 +525,7 @@ def update(
             continue
         loss, sums = batch_loss(batch, keep, stats.logp, mask, denominator, cfg)
         loss.backward()
-        sums["loss"] = loss.detach() / world_size()  # so that the ranks' losses add up
+        sums["loss"] = loss.detach() / world_size()  # now with the global denominator
         for name, value in sums.items():
             local[name] += value.double()
     model.eval()
@@ -588,7 +590,7 @@ def collect(
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     batch = [task.problems[index] for index in indices]
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
-    starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)
+    starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)  # in each mini-batch
     places = [start + i for start in starts for i in range(share)]  # this rank's, in the batch
     pairs = [(place, member) for place in places for member in range(cfg.group_size)]
     posed = [batch[place] for place, _ in pairs]

@@ -225,8 +225,8 @@ COSTS = """Costs are counted from these assumptions; nothing of this was measure
 - The host launches each kernel in 12 to 19 microseconds. This is a guess, and the reason for each
   range below. 28 layers launch 830 kernels.
 - The card reads all weights, and the keys and values of every row as if each were as long as the
-  longest, at the published bandwidth. A layer's attention takes it at least 0.58 ms for 16,000
-  tokens of the longest row, however few the rows are (an estimate). Each kernel takes 2
+  longest, at the published bandwidth. A layer's attention takes at least 0.58 ms for each 16,000
+  tokens of the longest row, even where there is one row only (an estimate). Each kernel takes 2
   microseconds beside what it moves (a guess).
 - Response lengths are log-normal: the median is a fifth of --max_new_tokens, sigma is 1, and what
   is longer than --max_new_tokens is cut. Prompts have 200 tokens. As many rows are decoded at a
