@@ -331,7 +331,7 @@ METHODS = {
     "stapo": Method(reads="A > 0", divides_by="kept"),
     "justrl": Method(reads="none", divides_by="tokens"),
     "grpo": Method(reads="none", divides_by="responses"),  # after a mean over each one's tokens
-    "20-entropy": Method(reads="all", divides_by="tokens"),  # dropped ones count
+    "20-entropy": Method(reads="all", divides_by="tokens"),  # those dropped, too
     "full-mask": Method(reads="A > 0", divides_by="kept"),
     "high-entropy": Method(reads="A > 0", divides_by="kept"),
     "random": Method(reads="A > 0", divides_by="kept"),
@@ -354,8 +354,8 @@ def choose_tokens(
 
     logp, advantages (A_i repeated over its tokens), entropy (N,): all tokens of all responses, of
     all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. For
-    stapo keep is what spurious_mask does not silence. In the place of the entropy high-entropy has
-    -H, and random its noise: tau_h is a quantile of that.
+    stapo keep is what spurious_mask does not silence. For high-entropy -H takes the entropy's
+    place, for random the noise does; tau_h is then a quantile of that.
     """
     no_token = torch.zeros_like(logp, dtype=torch.bool)
     if method in ("justrl", "grpo"):
