@@ -413,7 +413,7 @@ def train_with_trl(
 ) -> list[float]:
     """TRL's GRPOTrainer; after each four optimiser steps `ours` runs. The ratios of their times."""
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     ratios = []
@@ -445,7 +445,9 @@ def train_with_trl(
         )
         data = Dataset.from_list([{"prompt": text} for text in texts])
         host = {"processing_class": tokenizer, "callbacks": [InTurn()]}
-        GRPOTrainer(model, reward, args, data, **host).train()
+        trainer = GRPOTrainer(model, reward, args, data, **host)
+        trainer.remove_callback(PrinterCallback)  # it would print into the table
+        trainer.train()
     return ratios
 
 
