@@ -354,8 +354,8 @@ def choose_tokens(
 
     logp, advantages (A_i repeated over its tokens), entropy (N,): all tokens of all responses, of
     all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. For
-    stapo keep is what spurious_mask does not silence. For high-entropy -H takes the entropy's
-    place, for random the noise does; tau_h is then a quantile of that.
+    stapo keep is what spurious_mask does not silence. The method high-entropy ranks by -H in place
+    of H, and random by the noise: tau_h is a quantile of that.
     """
     no_token = torch.zeros_like(logp, dtype=torch.bool)
     if method in ("justrl", "grpo"):
@@ -525,7 +525,9 @@ def update(
             continue
         loss, sums = batch_loss(batch, keep, stats.logp, mask, denominator, cfg)
         loss.backward()
-        sums["loss"] = loss.detach() / world_size()  # now with the global denominator
+        sums["loss"] = (
+            loss.detach() / world_size()
+        )  # the sum over ranks is over selection.denominator
         for name, value in sums.items():
             local[name] += value.double()
     model.eval()
@@ -898,8 +900,8 @@ def train(cfg: Config) -> None:
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()
             evaluate_if_due(run, model, task, report, cfg)
-    # Neither is raised while a step's updates are under way: the weights are those of a whole step.
-    # Stopped is not kept: its traceback holds the KV cache, and saving needs that memory.
+    # Stopped and RewardError are never raised amid updates: the weights are those of a whole step.
+    # No `as` for Stopped: who holds the exception holds the KV cache, and saving needs its memory.
     except Stopped:
         pass
     except RewardError as error:

@@ -432,8 +432,8 @@ def compared() -> str:
     run, card = load_run(PAPER), CARDS["H20"]
     hours = (64 * cost(*run, 64, card, host).seconds / 3600 for host in HOST_SECONDS)
     return (
-        f"On the paper's 64 H20 this makes {span(*hours)} GPU-hours a step; its 5 to 7 days for "
-        f"3,000 steps are 2.6 to 3.6."
+        f"On the paper's 64 H20 this makes {span(*hours)} GPU-hours a step. The paper's own 5 to 7 "
+        f"days for 3,000 steps make 2.6 to 3.6 GPU-hours a step."
     )
 
 
