@@ -525,9 +525,7 @@ def update(
             continue
         loss, sums = batch_loss(batch, keep, stats.logp, mask, denominator, cfg)
         loss.backward()
-        sums["loss"] = (
-            loss.detach() / world_size()
-        )  # the sum over ranks is over selection.denominator
+        sums["loss"] = loss.detach() / world_size()  # so that all_sum gives the loss of all ranks
         for name, value in sums.items():
             local[name] += value.double()
     model.eval()
