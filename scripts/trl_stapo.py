@@ -7,7 +7,7 @@ TRL's GRPOTrainer samples and rewards the responses, cuts them into micro-batche
 optimiser. STAPOTrainer adds what the paper needs: a mini-batch is all that one optimiser step sees,
 and before each step a pass over it, without gradient, decides which tokens carry a gradient: one
 tau_h and one denominator for all its micro-batches, on all ranks.
-docs/using-the-loss.md has the commands, and what to watch.
+docs/using-the-loss.md has the commands that train as the paper does, and what to watch.
 """
 
 import sys
@@ -36,10 +36,23 @@ from support.errors import InputError
 
 # ==================================================================================== the trainer
 
+# The paper's setup where TRL's defaults are others: of a config without flags, and of the flags.
+DEFAULTS = {
+    "epsilon_high": 0.28,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 40,  # optimiser steps: the paper's 10 rollouts of four mini-batches
+    "weight_decay": 0.1,
+    "vllm_importance_sampling_correction": False,
+    "logging_steps": 1,
+}
+
 # Options that STAPO's objective has no place for, and the value that each has to keep.
 FIXED = {
     "loss_type": "dapo",
     "importance_sampling_level": "token",
+    "scale_rewards": "group",  # A is divided by the standard deviation of its group
+    "multi_objective_aggregation": "sum_then_normalize",
+    "mask_truncated_completions": False,  # they are responses like any other
     "beta": 0.0,  # no KL term
     "sync_ref_model": False,
     "entropy_coef": 0.0,  # no entropy bonus
@@ -54,6 +67,8 @@ FIXED = {
     "min_p": None,
     "repetition_penalty": 1.0,
     "generation_kwargs": None,  # could hold any of these five
+    "vllm_structured_outputs_regex": None,
+    "neftune_noise_alpha": None,  # it trains on noisy embeddings
     # It leaves the master weights rounded to bfloat16.
     "use_transformers_continuous_batching": False,
 }
@@ -110,7 +125,7 @@ class STAPOTrainer(GRPOTrainer):
     def __init__(
         self, model, reward_funcs=None, args=None, *, tau_p=0.002, q=0.75, **options
     ) -> None:
-        args = args or GRPOConfig("runs/trl")
+        args = args or GRPOConfig("runs/trl", **DEFAULTS)
         check(args, tau_p, q, options)
         args.disable_dropout = True
         super().__init__(model, reward_funcs, args, **options)
@@ -210,15 +225,17 @@ class Arguments:
     q: float = flag(0.75, "S2T: silence candidates below this quantile of entropy")
 
 
-# The paper's setup where TRL's defaults are others; flags still change it.
-DEFAULTS = {
-    "epsilon_high": 0.28,
-    "lr_scheduler_type": "constant_with_warmup",
-    "warmup_steps": 10,
-    "weight_decay": 0.1,
-    "vllm_importance_sampling_correction": False,
-    "logging_steps": 1,
-}
+def plan(config: GRPOConfig) -> str:
+    """What one rollout gives, in a line."""
+    accumulated, processes = config.gradient_accumulation_steps, config.world_size
+    count = config.steps_per_generation // accumulated
+    size = config.per_device_train_batch_size * accumulated * processes
+    line = f"mini-batches a rollout: {count}, responses a mini-batch: {size}, "
+    line += f"processes: {processes}"
+    if count * config.num_iterations == 1:
+        line += "; with one update a rollout the ratio is 1 and nothing is clipped"
+        line += f" (the paper makes four: --steps_per_generation {4 * accumulated})"
+    return line
 
 
 def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
@@ -227,6 +244,8 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
     parser.set_defaults(**DEFAULTS)
     own, config, model = parser.parse_args_and_config(argv)
     check(config, own.tau_p, own.q, {})  # before anything is loaded
+    if config.process_index == 0:
+        print(f"trl_stapo.py: {plan(config)}", flush=True)
     tokenizer, reward = load_tokenizer(model.model_name_or_path), load_reward(own.reward)
     problems, rows = load_problems(own.data, whole_rows=bool(own.reward)), []
     for number, problem in enumerate(problems):

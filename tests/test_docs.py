@@ -26,7 +26,7 @@ OTHER_FLAGS |= set("signal pid help jobs sweep_seeds smooth seeds".split())
 OTHER_FLAGS |= set("num_processes model_name_or_path output_dir max_steps num_generations".split())
 OTHER_FLAGS |= set("per_device_train_batch_size gradient_accumulation_steps use_peft".split())
 OTHER_FLAGS |= set("steps_per_generation max_completion_length use_vllm".split())
-OTHER_FLAGS |= {"vllm_gpu_memory_utilization"}
+OTHER_FLAGS |= {"vllm_gpu_memory_utilization", "use_cpu", "cpu"}
 
 
 def text_of(page: str) -> str:
@@ -47,6 +47,19 @@ def test_every_python_block_is_an_example_that_a_test_runs():
         assert set(names) <= run, f"{page.name}: {set(names) - run} is run by no test"
         for name in names:
             ast.parse(example(name))
+
+
+def test_the_page_says_which_file_runs_its_examples():
+    text = text_of("using-the-loss.md")
+    introduction, _, rest = text.partition("\n## ")
+    trl = re.findall("<!-- example: ([a-z-]+) -->\n```python\n[^`]*trl_stapo", rest)
+    others = set(re.findall("<!-- example: ([a-z-]+) -->", rest)) - set(trl)
+    files = {"test_trl.py": trl, "test_companion.py": others}
+    for file, names in files.items():
+        assert names and f"`tests/{file}`" in introduction
+        run = re.findall(r'example\("([a-z-]+)"\)', (ROOT / "tests" / file).read_text())
+        assert set(names) <= set(run)
+    assert "`tests/test_trl.py` those for TRL" in " ".join(introduction.split())
 
 
 def anchors(page: Path) -> set[str]:

@@ -6,10 +6,11 @@ candidates, and not equally many in each micro-batch.
 
 import json
 import re
-import shlex
 import shutil
+import subprocess
 import types
 
+import costs
 import pytest
 import torch
 from conftest import ROOT, TINY, example, make_random_model
@@ -362,6 +363,9 @@ def test_an_evaluation_takes_each_batch_as_a_mini_batch(tmp_path):
 OTHERS = {
     "loss_type": "bnpo",
     "importance_sampling_level": "sequence",
+    "scale_rewards": "batch",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "mask_truncated_completions": True,
     "beta": 0.1,
     "sync_ref_model": True,
     "entropy_coef": 0.01,
@@ -375,6 +379,8 @@ OTHERS = {
     "min_p": 0.1,
     "repetition_penalty": 1.1,
     "generation_kwargs": {"top_k": 20},
+    "vllm_structured_outputs_regex": "[0-9]+",
+    "neftune_noise_alpha": 5.0,
     "use_transformers_continuous_batching": True,
 }
 
@@ -385,9 +391,14 @@ def refusal(folder, settings=(), **options) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", trl_stapo.FIXED)
-def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path, name):
-    assert refusal(tmp_path, **{name: OTHERS[name]}).startswith(f"{name}={OTHERS[name]}: ")
+def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
+    model = load_model(str(TINY))
+    assert OTHERS.keys() == trl_stapo.FIXED.keys()
+    for name, value in OTHERS.items():
+        message = refusal(tmp_path, model=model, **{name: value})
+        assert message.startswith(f"{name}={value}: ")
+    message = refusal(tmp_path, model=model, scale_rewards=False)  # TRL's other spelling
+    assert message.startswith("scale_rewards=none: ")
 
 
 def test_other_refusals(tmp_path):
@@ -433,21 +444,26 @@ def engine(monkeypatch):
 
 
 def page() -> list[list[str]]:
-    """The flags of each command of the page: one GPU, eight, vLLM."""
+    """The flags of each command of the page, as bash reads them."""
     text = (ROOT / "docs" / "using-the-loss.md").read_text()
-    flags, commands = re.search(r"flags=\((.*?)\)\n(.*?)```", text, re.DOTALL).groups()
-    lines = [line.partition("trl_stapo.py ")[2] for line in commands.splitlines()]
-    return [shlex.split(line.replace('"${flags[@]}"', flags)) for line in lines if line]
+    block = re.search(r"```sh\n(flags=.*?)```", text, re.DOTALL)[1]
+    written = """python() { printf '%s\\n' "$@" --end; }
+        accelerate() { python "$@"; }; torchrun() { python "$@"; }
+    """
+    out = subprocess.run(["bash", "-c", written + block], capture_output=True, text=True).stdout
+    commands = [command.split("\n") for command in out.split("\n--end\n")[:-1]]
+    return [command[command.index("scripts/trl_stapo.py") + 1 :] for command in commands]
 
 
-ONE_GPU, EIGHT, VLLM = page()
+EIGHT, ONE_GPU, WITHOUT_VLLM, TWO_PROCESSES = page()
 
 
 def small(folder) -> list[str]:
     """Flags that make any of the page's commands run here."""
     return f"""--model_name_or_path {TINY} --data {TINY}/train.jsonl --instruction= --max_steps 2
         --output_dir {folder} --max_completion_length 60 --gradient_accumulation_steps 2 --use_cpu
-        --learning_rate 1e-3 --report_to none --disable_tqdm true""".split()
+        --steps_per_generation 8 --learning_rate 1e-3 --report_to none --disable_tqdm true
+        """.split()
 
 
 def run(argv: list[str], monkeypatch):
@@ -459,22 +475,74 @@ def run(argv: list[str], monkeypatch):
     return made[0]
 
 
-@pytest.mark.parametrize("flags", [ONE_GPU, EIGHT, VLLM], ids=["one", "eight", "vllm"])
-def test_the_pages_commands(tmp_path, engine, flags):
+@pytest.mark.parametrize("flags", [EIGHT, WITHOUT_VLLM], ids=["vllm", "without"])
+def test_the_pages_commands(tmp_path, engine, capsys, flags):
     trainer = run(flags + small(tmp_path), engine)
-    assert (
-        trainer.args.bf16 and trainer.args.epsilon_high == 0.28 and trainer.args.warmup_steps == 10
-    )
+    assert all(getattr(trainer.args, name) == x for name, x in trl_stapo.DEFAULTS.items())
+    assert trainer.args.bf16 and trainer.clip == {"eps_low": 0.2, "eps_high": 0.28}
     saved, base = load_model(str(tmp_path)).state_dict(), load_model(str(TINY)).state_dict()
     assert any((saved[key] != base[key]).any() for key in base)
-    first = logged(trainer)[0]
-    assert abs(first["sampling_z"]) < 5 and ("sampling_kl" in first) == (flags is VLLM)
+    first, second = logged(trainer)
+    assert abs(first["sampling_z"]) < 5 and ("sampling_kl" in first) == (flags is EIGHT)
+    assert "sampling_gap" not in second  # of the same rollout
+    plan = "trl_stapo.py: mini-batches a rollout: 4, responses a mini-batch: 8, processes: 1\n"
+    assert plan in capsys.readouterr().out
+
+
+def test_the_pages_commands_make_four_updates_a_rollout():
+    """The sizes that the page and the comments of its commands say."""
+    found = []
+    for flags in (EIGHT, ONE_GPU, WITHOUT_VLLM, TWO_PROCESSES):
+        pairs = dict(zip(flags, flags[1:]))
+        steps, accumulated = "--steps_per_generation", "--gradient_accumulation_steps"
+        assert int(pairs[steps]) == 4 * int(pairs[accumulated])
+        found.append(int(pairs.get("--per_device_train_batch_size", 8)) * int(pairs[accumulated]))
+    assert found == [64, 64, 16, 16] and 8 * found[0] == 512
+    assert ("--use_vllm" in EIGHT, "--use_vllm" in WITHOUT_VLLM) == (True, False)
+    assert EIGHT == ONE_GPU
+
+
+def on_two_processes(folder) -> None:
+    trl_stapo.main([*TWO_PROCESSES, "--output_dir", str(folder), "--max_steps", "1"])
+
+
+def test_the_pages_two_processes(tmp_path):
+    assert launch(on_two_processes, 2, tmp_path / "log", tmp_path / "run") == [0, 0]
+    first, second = ((tmp_path / f"log.{rank}").read_text() for rank in (0, 1))
+    plan = "mini-batches a rollout: 4, responses a mini-batch: 32, processes: 2\n"
+    assert plan in first and "mini-batch" not in second
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_the_default_is_one_update_a_rollout_and_the_script_says_so(tmp_path):
+    options = {"gradient_accumulation_steps": 16, "use_cpu": True}
+    plan = trl_stapo.plan(trl_stapo.GRPOConfig(str(tmp_path), **options))
+    assert plan.startswith("mini-batches a rollout: 1, responses a mini-batch: 128, processes: 1;")
+    assert plan.endswith("--steps_per_generation 64)")
+
+
+def test_what_the_pages_commands_need():
+    """The page's GB, from the shape of the model."""
+    text = (ROOT / "docs" / "using-the-loss.md").read_text().replace("\n", " ")
+    model = costs.empty_model("1.7B")
+    weights, token = costs.parameters(model), costs.cache_bytes(model.config)
+    rows = int((0.3 * 80e9 - 2 * weights) / (3072 * token))
+    for said in (
+        f"16 bytes a parameter, {16e-9 * weights:.1f} GB",
+        f"{4e-9 * weights:.1f} GB more",
+        f"which is 24 GB: {2e-9 * weights:.1f} GB",
+        f"at {1e-3 * token:.0f} kB a token. So at most {rows} responses of 3,072 tokens",
+        f"{2e-3 * token:.0f} kB a token, {64 * 3072 * 2e-9 * token:.0f} GB for 64 responses",
+        f"beside {14e-9 * weights:.0f} GB for the moments and for the weights",
+        f"{256 * 3072 * 2e-9 * token:.0f} GB",
+    ):
+        assert said in text, said
 
 
 def test_a_reward_of_ones_own_and_a_wrong_flag(tmp_path, monkeypatch, capsys):
     own = "def short(text, row):\n    return float(len(text) % 2) if row['answer'] else None"
     (tmp_path / "own.py").write_text(own)
-    argv = [*ONE_GPU, *small(tmp_path / "run"), "--reward", f"{tmp_path}/own.py:short"]
+    argv = [*WITHOUT_VLLM, *small(tmp_path / "run"), "--reward", f"{tmp_path}/own.py:short"]
     assert 0 < logged(run(argv, monkeypatch))[0]["reward"] < 1
     monkeypatch.undo()
     for wrong in (["--beta", "0.1"], ["--data", "none.jsonl"], ["--max_prompt_tokens", "2"]):
@@ -487,10 +555,8 @@ def test_a_reward_of_ones_own_and_a_wrong_flag(tmp_path, monkeypatch, capsys):
 def test_the_sampling_gap_shows_what_an_engine_does(tmp_path, engine, temperature):
     engine.setattr(Engine, "temperature", temperature)
     engine.setattr(Engine, "offset", 0.01)
-    more = (
-        "--bf16 false --learning_rate 0 --per_device_train_batch_size 64 --steps_per_generation 4"
-    )
-    first, second = logged(run([*VLLM, *small(tmp_path), *more.split()], engine))
+    more = "--bf16 false --learning_rate 0 --per_device_train_batch_size 32".split()
+    first, second = logged(run([*EIGHT, *small(tmp_path), *more], engine))
     assert first["sampling_kl"] == pytest.approx(0.01, abs=1e-4)
     assert second["sampling_kl"] == pytest.approx(0.01, abs=1e-4)
     assert "sampling_gap" not in second  # in general the policy has been updated since
@@ -539,19 +605,21 @@ def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
     monkeypatch.setattr(trl, "GRPOConfig", lambda folder, **page: real(**page | given))
     names = {"model": str(TINY), "dataset": problems(16), "reward": reward}
     exec(example("trl"), names)
-    assert names["trainer"].tau_p == 0.002 and names["trainer"].args.bf16
-    names |= {"GRPOTrainer": trl.GRPOTrainer, "torch": torch}
-    exec(example("check"), names)
+    args = names["trainer"].args
+    assert names["trainer"].tau_p == 0.002 and args.bf16 and args.steps_per_generation == 64
+    assert all(getattr(args, name) == x for name, x in trl_stapo.DEFAULTS.items())
+    exec(example("check"), checked := {})
 
     compared = []
 
-    class Counted(names["Checked"]):
+    class Counted(checked["Checked"]):
         def _compute_loss(self, model, inputs):
             compared.append(float(super()._compute_loss(model, inputs).detach()))
             return super()._compute_loss(model, inputs)
 
+    one_mini_batch = real(**trl_stapo.DEFAULTS | given)
     options = {"train_dataset": names["dataset"], "processing_class": load_tokenizer(str(TINY))}
-    Counted(str(TINY), reward, names["config"], tau_p=0.0, **options).train()
+    Counted(str(TINY), reward, one_mini_batch, tau_p=0.0, **options).train()
     assert len(compared) == 8 and any(compared)
     with pytest.raises(AssertionError, match="not close"):
-        Counted(str(TINY), reward, names["config"], tau_p=0.5, **options).train()
+        Counted(str(TINY), reward, one_mini_batch, tau_p=0.5, **options).train()
