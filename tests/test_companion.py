@@ -1,6 +1,7 @@
 """The loss in other hands: the examples of docs/using-the-loss.md, run, and compared."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import types
@@ -130,6 +131,15 @@ def test_reward_example(tmp_path):
         assert strict(right, problem) == 1.0
     wrong = r"\boxed{34.0}", r"\boxed{34}" + "x" * 100, r"\boxed{34} \boxed{3", "34}", ""
     assert all(strict(text, problem) == -1.0 for text in wrong)
+
+
+def test_trying_a_reward_needs_no_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(example("reward"))
+    row = {"question": "6 + 28?", "reward_model": {"ground_truth": "34"}, "level": 3}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    exec(example("try-reward"), {})
+    assert capsys.readouterr().out == f"1.0 {row}\n"
 
 
 def test_the_readmes_block_is_the_loss():

@@ -124,7 +124,7 @@ def test_files_that_the_pages_name_exist():
     for page in [*PAGES, *RECIPES]:
         folders = "docs|recipes|scripts|support|tests"
         for file in re.findall(rf"(?:{folders})/[\w./-]*\w|\b\w+\.py", page.read_text()):
-            if file in ("losses.py", "FILE.py", "stapo_loss.py"):  # verl's, and the reader's own
+            if file in ("losses.py", "FILE.py", "own.py", "stapo_loss.py"):  # verl's, the reader's
                 continue
             assert (ROOT / file).exists(), f"{page.name}: {file}"
 
@@ -150,6 +150,27 @@ def test_the_size_of_the_evaluation():
     minutes = f"{costs.span(low.evaluation / 60, high.evaluation / 60)} minutes"
     minutes += " (counted, on an H100)"
     assert f"are {low.evaluated}, which takes the recipe for one 80 GB GPU {minutes}" in page
+
+
+def test_the_minutes_of_a_quick_evaluation():
+    page, model, card = text_of("training.md"), costs.empty_model("1.7B"), costs.CARDS["H100"]
+    flags = "--benchmarks math500 --samples 1 --decoding training --max_new_tokens 4096"
+    assert f"quick=({flags})" in page
+    free = 1e9 * card.gb - 2 * costs.parameters(model)
+    rows = costs.rows_that_fit(model.config, 1024 + 4096, free)
+    lengths = costs.response_lengths(costs.evaluation_size(["math500"], samples=1), 4096)
+    times = [
+        costs.sampling_time(lengths, rows, 1, costs.step_seconds(model, card, host))[0] / 60
+        for host in costs.HOST_SECONDS
+    ]
+    minutes = f"{len(lengths)} problems, {costs.span(*times)} minutes each on one H100 (counted"
+    assert minutes in " ".join(page.split())
+
+
+def test_the_page_says_which_recipes_dump():
+    without = [path.name for path in RECIPES if not read_recipe(path).dump_every]
+    assert without == ["paper-1.7b"]
+    assert "as all recipes but `paper-1.7b` have" in " ".join(text_of("training.md").split())
 
 
 # ---------------------------------------------------------------------------------------- recipes
