@@ -130,8 +130,8 @@ def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
     They use the head's weight outside the model's own forward. FSDP2 gathers weights only around
     calls of the model's own methods, so these two functions have to be methods.
     """
-    for name in GATHERED_METHODS:
-        setattr(model, name, types.MethodType(globals()[name], model))
+    model.token_stats = types.MethodType(token_stats, model)
+    model.likeliest = types.MethodType(likeliest, model)
     if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -541,38 +541,40 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def batch_stats(
-    model: Model, batch: list[Response], *, logp_only: bool = False
-) -> tuple[TokenStats, torch.Tensor]:
-    """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
-    batch = batch or [Response(prompt_ids=[0], ids=[0], truncated=False, text="")]
-    input_ids, _, mask = pad_batch(batch)
+    model: Model, ids: torch.Tensor, mask: torch.Tensor, *, logp_only: bool = False
+) -> TokenStats:
+    """token_stats of a micro-batch: (B, L) float32 on the model's device.
+
+    ids (B, L) long and mask (B, L) bool are on the CPU, padded on the right. Where there is no row,
+    a dummy row is computed: other ranks have rows, and every rank takes part in collectives.
+    """
+    if not len(ids):
+        ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[False, True]])
     count = int(mask[:, 1:].sum())  # asked here, on the CPU: asking a GPU waits for all its work
-    input_ids, mask = (t.to(model.device, non_blocking=True) for t in (input_ids, mask))
-    return model.token_stats(input_ids, None, mask, count=count, logp_only=logp_only), mask
-
-
-def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """Ragged (T_i,) rows -> a tensor of mask's shape: the rows where mask is True, 0 elsewhere."""
-    flat = torch.cat(rows).to(mask.device, non_blocking=True)
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
+    ids, mask = (t.to(model.device, non_blocking=True) for t in (ids, mask))
+    return model.token_stats(ids, None, mask, count=count, logp_only=logp_only)
 
 
 @torch.no_grad()
-def response_stats(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
-    """The statistics of each response's tokens under this model: (T,) float32 on the CPU.
+def response_stats(
+    model: Model, ids: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor, budget: int
+) -> TokenStats:
+    """The statistics of every response token under this model: (B, L) float32 on the CPU.
 
-    In the order of `responses`; `budget` is the tokens of a micro-batch.
+    ids (B, L) long, mask (B, L) bool, lengths (B,) of prompt and response: right-padded rows.
+    `budget` is the tokens of a micro-batch, whose rows are cut to their longest.
     """
-    found: dict[int, TokenStats] = {}
-    for places in track(micro_batches([r.length for r in responses], budget), "statistics"):
-        stats, mask = batch_stats(model, [responses[i] for i in places])
+    found = TokenStats(*(torch.zeros(ids.shape) for _ in TokenStats._fields))
+    for places in track(micro_batches(lengths.tolist(), budget), "statistics"):
+        rows = torch.tensor(places, dtype=torch.long)
+        width = max(lengths[rows].tolist(), default=0)
+        stats = batch_stats(model, ids[rows, :width], mask[rows, :width])
         if places:
-            three = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
-            lengths = [len(responses[place].ids) for place in places]
-            for place, own in zip(places, three.split(lengths, dim=1), strict=True):  # own (3, T)
-                found[place] = TokenStats(logp=own[0], entropy=own[1], collision=own[2])
+            three = torch.stack(stats).cpu()  # (3, B, W): one transfer for the micro-batch
+            for whole, part in zip(found, three, strict=True):
+                whole[rows, :width] = part
     distributed.reshard(model)
-    return [found[i] for i in range(len(responses))]
+    return found
 
 
 def token_stats(
