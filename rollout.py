@@ -543,14 +543,8 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
 def batch_stats(
     model: Model, ids: torch.Tensor, mask: torch.Tensor, *, logp_only: bool = False
 ) -> TokenStats:
-    """token_stats of a micro-batch: (B, L) float32 on the model's device.
-
-    ids (B, L) long and mask (B, L) bool are on the CPU, padded on the right. Where there is no row,
-    a dummy row is computed: other ranks have rows, and every rank takes part in collectives.
-    """
-    if not len(ids):
-        ids, mask = torch.zeros(1, 2, dtype=torch.long), torch.tensor([[False, True]])
-    count = int(mask[:, 1:].sum())  # asked here, on the CPU: asking a GPU waits for all its work
+    """token_stats of a right-padded micro-batch that is on the CPU, without a wait for a GPU."""
+    count = int(mask[:, 1:].sum())
     ids, mask = (t.to(model.device, non_blocking=True) for t in (ids, mask))
     return model.token_stats(ids, None, mask, count=count, logp_only=logp_only)
 
@@ -569,10 +563,9 @@ def response_stats(
         rows = torch.tensor(places, dtype=torch.long)
         width = max(lengths[rows].tolist(), default=0)
         stats = batch_stats(model, ids[rows, :width], mask[rows, :width])
-        if places:
-            three = torch.stack(stats).cpu()  # (3, B, W): one transfer for the micro-batch
-            for whole, part in zip(found, three, strict=True):
-                whole[rows, :width] = part
+        three = torch.stack(stats).cpu()  # (3, B, W): one transfer for the micro-batch
+        for whole, values in zip(found, three, strict=True):
+            whole[rows, :width] = values
     distributed.reshard(model)
     return found
 
@@ -598,14 +591,15 @@ def token_stats(
     response_mask, its first column left out; without it a GPU is asked, which waits for its work.
     """
     predicted = response_mask.clone()
-    predicted[:, 0] = False  # nothing comes before the first token
+    predicted[:, :1] = False  # nothing comes before the first token
     count = int(predicted.sum()) if count is None else count
     rows, columns = predicted.nonzero_static(size=count).unbind(1)  # (N,) each
     # Under causal attention a token never sees padding to its right, so right padding needs no
     # mask; positions count real tokens, so left padding does not shift them.
     left_padded = attention_mask is not None and not bool(attention_mask[:, 0].all())
+    # A rank without rows takes part in the collectives of the others: it forwards a dummy token.
     hidden = model.base_model(
-        input_ids,
+        input_ids if len(input_ids) else input_ids.new_zeros(1, 1),
         attention_mask=attention_mask.long() if left_padded else None,
         position_ids=(attention_mask.long().cumsum(1) - 1).clamp(min=0) if left_padded else None,
         use_cache=False,

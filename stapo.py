@@ -533,14 +533,10 @@ def update(
     optimizer.zero_grad()
     parts = micro_batches(lengths, cfg.tokens_per_micro_batch)  # as many on every rank
     for places in progress.track(parts, "update"):
-        rows = trained[places]
+        rows = trained[places]  # none on a rank that others wait for: its gradients are zeros
         micro = batch.rows(rows)
         logp = batch_stats(model, micro.ids, micro.mask, logp_only=True).logp
-        if not places:
-            (logp.sum() * 0).backward()  # every rank takes part in FSDP's collectives
-            continue
-        kept = keep[rows, : micro.ids.shape[1]]
-        loss, sums = objective(micro, kept, logp, denominator, cfg)
+        loss, sums = objective(micro, keep[rows, : logp.shape[1]], logp, denominator, cfg)
         loss.backward()
         sums["loss"] = loss.detach() / world_size()  # so that all_sum gives the loss of all ranks
         for name, value in sums.items():
