@@ -900,19 +900,18 @@ def train(cfg: Config) -> None:
             sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            lr = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
-            optimizer.param_groups[0]["lr"] = lr
+            lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
             counts, updates = [], []
             for mini_batch in batch.split(cfg.batch_size // cfg.mini_batch_size):
                 stats = mini_batch.old  # p and H, (B, L): in the first, pi_theta still is pi_old
                 if updates:
                     stats = statistics_pass(model, mini_batch, cfg)
                 choice = METHODS[cfg.method].choose(mini_batch, stats, cfg)  # keep is the paper's I
-                counts.append(count_tokens(mini_batch, stats, choice))
+                count = count_tokens(mini_batch, stats, choice)
+                counts.append(count)
                 if training:
-                    done = update(model, optimizer, mini_batch, choice.keep, counts[-1], cfg)
-                    not_finite = check_finite(done["finite"], not_finite, step)
-                    updates.append(done)
+                    updates.append(update(model, optimizer, mini_batch, choice.keep, count, cfg))
+                    not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
             # 3. Write down what happened; save and evaluate when it is time.
             line |= update_metrics(counts, updates) | {"lr": lr}
