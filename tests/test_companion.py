@@ -4,11 +4,12 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 import types
 
 import pytest
 import torch
-from conftest import ROOT, example
+from conftest import ROOT, TINY, example
 from ranks import launch
 from reference import drawn
 
@@ -111,6 +112,22 @@ def test_two_passes_on_three_ranks(tmp_path):
     assert launch(two_passes_on_ranks, 3, tmp_path / "log", tmp_path) == [0, 0, 0]
     gradient = torch.load(tmp_path / "gradient.pt")
     torch.testing.assert_close(gradient, gradient_at_once(mini_batch()))
+
+
+def test_a_mask_of_ones_own(tmp_path, monkeypatch):
+    """The page's file trains; tokens with p < tau_p are silenced below one nat alone."""
+    flags = f"""@{TINY}/args --method fixed --model {TINY} --data {TINY}/train.jsonl --steps 1
+        --batch_size 32 --mini_batch_size 16 --dump_every 1
+        --output {tmp_path}/run"""
+    monkeypatch.setattr(sys, "argv", ["own_mask.py", *flags.split()])
+    monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
+    exec(example("own-mask"), {"__name__": "__main__"})
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    dump = json.loads((tmp_path / "run" / "dumps" / "step_000001.json").read_text())
+    low = [token for token in dump["tokens"] if token["p"] < 0.002]
+    assert all(token["silenced"] == (token["entropy"] < 1.0) for token in low)
+    assert 3 < sum(token["silenced"] for token in dump["tokens"]) < len(low) - 3
+    assert 3 < line["silenced"] < line["candidates"] - 3 and line["skipped_updates"] == 0
 
 
 def test_sampler_example(capsys):

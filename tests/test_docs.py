@@ -120,12 +120,23 @@ def test_the_hours_of_a_run_hold_its_evaluations():
     assert extra == pytest.approx(3 * found.evaluation / 3600)  # before step 1, after 40 and 80
 
 
+def test_the_readmes_map_names_what_there_is():
+    """The functions in its table of the paper's sections, and the tests."""
+    table = (ROOT / "README.md").read_text().partition("## The paper, and where")[2]
+    named = re.findall(r"`(?:stapo\.)?([a-z_0-9]+)`", table.partition("\n\n**")[0])
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    functions = [name for name in named if not name.startswith("test_")]
+    assert all(callable(getattr(stapo, name)) for name in set(functions) - {"random"})
+    assert all(f"def {name}(" in tests for name in set(named) - set(functions))
+    assert len(functions) > 8 and len(named) - len(functions) == 2
+
+
 def test_files_that_the_pages_name_exist():
     for page in [*PAGES, *RECIPES]:
         folders = "docs|recipes|scripts|support|tests"
         for file in re.findall(rf"(?:{folders})/[\w./-]*\w|\b\w+\.py", page.read_text()):
-            if file in ("losses.py", "FILE.py", "own.py", "stapo_loss.py"):  # verl's, the reader's
-                continue
+            if file in ("losses.py", "FILE.py", "own.py", "own_mask.py", "stapo_loss.py"):
+                continue  # verl's, and the reader's own
             assert (ROOT / file).exists(), f"{page.name}: {file}"
 
 
