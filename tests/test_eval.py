@@ -42,13 +42,14 @@ class Scripted:
     """
 
     def __init__(self, monkeypatch, script):
-        self.script, self.asked = script, []
-        self.before = {}
+        self.script, self.before = script, {}
+        self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda name: Letters())
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: name)
 
-    def __call__(self, model, tokenizer, prompts, *, poll, ended, seed, temperature, **options):
+    def __call__(self, model, tokenizer, prompts, *, poll, ended, seed, **options):
+        self.decoded.append((options["temperature"], options.get("top_p")))
         for place in sorted(range(len(prompts)), key=lambda place: (place % 3, place)):
             self.before.get(len(self.asked), lambda: None)()
             poll()
@@ -301,9 +302,12 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
     first = run(tmp_path / "out", *flags, "--decoding", "training")
     assert first == run(tmp_path / "whole", *flags, "--decoding", "training")
     assert len(fake.asked) == 2 * 12, "samples that are there are kept"
-    both = run(tmp_path / "out", *flags, "--decoding", "training", "0.6,0.95", "1.0,1")
-    assert both["training"] == first["training"] and list(both) == ["training", "0.6,0.95"]
-    assert len(fake.asked) == 3 * 12 and len(rows_of(tmp_path / "out")) == 2 * 12
+    several = ["training", "0.6,0.95", "0,1"]
+    found = run(tmp_path / "out", *flags, "--decoding", *several, "1.0,1")
+    assert found["training"] == first["training"] and list(found) == several
+    assert fake.decoded[-3:] == [(1, 1), (0.6, 0.95), (0, 1)]
+    assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
+    assert len(fake.asked) == 3 * 12 + 3 and len(rows_of(tmp_path / "out")) == 2 * 12 + 3
     with pytest.raises(
         SystemExit, match=r"--output .*out: holds samples drawn with --seed 0, not 5"
     ):
@@ -314,7 +318,7 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
         file.write_text(other)
         with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
             run(tmp_path / "out", *flags)
-    assert len(fake.asked) == 3 * 12
+    assert len(fake.asked) == 3 * 12 + 3
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
@@ -336,38 +340,21 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     assert training != justrl, "each decoding has seeds of its own"
 
 
-def test_greedy_decoding_takes_one_sample(tmp_path, monkeypatch):
-    fake = Scripted(monkeypatch, lucky)
-    flags = ["--benchmarks", write_problems(tmp_path / "a.jsonl", 5), "--decoding", "0,1"]
-    found = run(tmp_path / "out", *flags)["0,1"]["a"]
-    assert found["samples"] == 1 and len(fake.asked) == 5
-
-
 # ------------------------------------------------------------------------------------ the verifier
 
 
 @pytest.mark.parametrize(
-    "reply, verdict",
-    [
-        ("A", "CORRECT"),
-        (" B.\n", "INCORRECT"),
-        ("**C**", "INVALID"),
-        ("CORRECT", "CORRECT"),
-        ("A: CORRECT\nProblem: ...", "CORRECT"),
-        ("(C) INVALID", "INVALID"),
-        ("A: INCORRECT", "UNREADABLE"),
-        ("INCORRECT or CORRECT", "UNREADABLE"),
-        ("A or B", "UNREADABLE"),
-        ("The answer is CORRECT", "UNREADABLE"),
-        ("NOT CORRECT", "UNREADABLE"),
-        ("D", "UNREADABLE"),
-        ("correctly", "UNREADABLE"),
-        ("", "UNREADABLE"),
-        ("\n\n", "UNREADABLE"),
-    ],
+    "verdict, replies",
+    {
+        "CORRECT": ["A", "CORRECT", "A: CORRECT\nProblem: ..."],
+        "INCORRECT": [" B.\n"],
+        "INVALID": ["**C**", "(C) INVALID"],
+        "UNREADABLE": ["A: INCORRECT", "INCORRECT or CORRECT", "A or B", "The answer is CORRECT"]
+        + ["NOT CORRECT", "D", "correctly", "", "\n\n"],
+    }.items(),
 )
-def test_verdicts_are_parsed_strictly(reply, verdict):
-    assert evaluation.parse_verdict(reply) == verdict
+def test_verdicts_are_parsed_strictly(verdict, replies):
+    assert {evaluation.parse_verdict(reply) for reply in replies} == {verdict}
 
 
 def judged(model: str, prompt: str, noise: random.Random):
