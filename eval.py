@@ -96,8 +96,8 @@ def load_benchmarks(
         benchmark = known.get(key, Benchmark(key, key, "", "train", 4))
         source = name if is_file else benchmark.hub
         if data_dir and not is_file:
-            files = [Path(data_dir, f"{key}.jsonl"), Path(data_dir, f"{key}.parquet")]
-            files = [str(file) for file in files if file.is_file()]
+            paths = [Path(data_dir, key + suffix) for suffix in (".jsonl", ".parquet")]
+            files = [str(path) for path in paths if path.is_file()]
             if not files:
                 raise InputError(f"--data_dir {data_dir}: holds no {key}.jsonl or {key}.parquet")
             source = files[0]
