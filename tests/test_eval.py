@@ -488,6 +488,7 @@ def test_two_ranks_give_what_one_gives(held_out, tmp_path):
         (["--max_new_tokens", "0"], "--max_new_tokens 0: has to be at least 1"),
         (["--verifier", "{}/nobody"], "nobody: no tokenizer there"),
         (["--output", "{}/good.jsonl"], "--output .*good.jsonl: .*name another directory"),
+        (["--output", "{}"], "--output .*settings.json'; name another directory"),  # .jsonl files
         (["--model", "{}/nobody"], "nobody: no tokenizer there"),
     ],
 )
