@@ -78,21 +78,17 @@ class Config:
 
 
 def load_benchmarks(
-    names: list[str],
-    data_dir: str = "",
-    samples: int = 0,
-    limit: int = 0,
-    flag: str = "--benchmarks",
+    names: list[str], data_dir: str = "", samples: int = 0, limit: int = 0
 ) -> Suite:
-    """Benchmarks, by name or local file, with their problems; InputError names `flag`."""
+    """Benchmarks, by name or local file, with their problems. Raises InputError."""
     known, suite = {benchmark.key: benchmark for benchmark in BENCHMARKS}, {}
     for name in names:
         is_file = Path(name).suffix in (".jsonl", ".parquet")
         key = Path(name).stem if is_file else name
         if not is_file and key not in known:
-            raise InputError(f"{flag} {name}: neither a file nor one of {', '.join(known)}")
+            raise InputError(f"benchmark {name}: neither a file nor one of {', '.join(known)}")
         if key in [benchmark.key for benchmark in suite]:
-            raise InputError(f"{flag} {name}: there is a {key} before it")
+            raise InputError(f"benchmark {name}: there is a {key} before it")
         benchmark = known.get(key, Benchmark(key, key, "", "train", 4))
         source = name if is_file else benchmark.hub
         if data_dir and not is_file:

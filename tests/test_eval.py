@@ -473,7 +473,7 @@ def test_two_ranks_give_what_one_gives(held_out, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--benchmarks", "aime26"], "--benchmarks aime26: neither a file nor one of aime24, "),
+        (["--benchmarks", "aime26"], "benchmark aime26: neither a file nor one of aime24, "),
         (["--benchmarks", "aime24"], "--data_dir .*: holds no aime24.jsonl or aime24.parquet"),
         (["--benchmarks", "{}/none.jsonl"], "none.jsonl: no such file"),
         (["--benchmarks", "{}/empty.jsonl"], "empty.jsonl: the file is empty"),
