@@ -156,10 +156,10 @@ SAMPLING_WARNING = (
 )
 
 
-def with_error(score: dict) -> str:
+def with_error(score: dict, digits: int = 1) -> str:
     """A benchmark's mean in percent, with its standard error where there is one."""
     error = score["standard_error"]
-    return f"{score['mean']:.1f}" + ("" if error is None else f" ± {error:.1f}")
+    return f"{score['mean']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def sizes(line: dict, name: str) -> tuple[int, int] | None:
