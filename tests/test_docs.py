@@ -89,22 +89,22 @@ def test_counted_tables_are_what_the_script_prints():
     page = text_of("training.md")
     assert costs.memory_table() in page and costs.costs_table() in page
     assert costs.MEMORY in page and costs.COSTS in page
-    assert f"{costs.TABLE}\n\n{costs.evaluations_table()}" in page
+    assert f"{costs.EVALUATIONS}\n\n{costs.evaluations_table()}" in page
 
 
 def test_the_hours_of_a_run_hold_its_evaluations():
     """At 75 rows and 20 ms a step, 376 responses take at least their tokens' share of the steps."""
     cfg, model = costs.load_run("qwen3-1.7b-one-80gb")
-    host = 0.020 / costs.launches(model)
+    host = 0.020 / (costs.KERNELS[0] + costs.KERNELS[1] * 28)
     found = costs.cost(cfg, model, 1, costs.CARDS["H100"], host)
-    assert found.evaluated == 4 * (30 + 64)
+    assert found["evaluated"] == 4 * (30 + 64)
     lengths = costs.log_normal_lengths(376, 4096 / 5, 4096, sigma=1.0)
     least = sum(lengths) / 75 * 0.020
-    assert least < found.evaluation < least + 4096 * 0.020
+    assert least < found["evaluation"] < least + 4096 * 0.020
     without = costs.cost(replace(cfg, eval_every=0), model, 1, costs.CARDS["H100"], host)
-    assert (without.evaluated, without.evaluation) == (0, 0)
-    extra = found.hours(cfg) - without.hours(replace(cfg, eval_every=0))
-    assert extra == pytest.approx(3 * found.evaluation / 3600)  # before step 1, after 40 and 80
+    assert (without["evaluated"], without["evaluation"]) == (0, 0)
+    extra = found["hours"] - without["hours"]
+    assert extra == pytest.approx(3 * found["evaluation"] / 3600)  # before step 1, after 40 and 80
 
 
 def test_files_that_the_pages_name_exist():
@@ -130,13 +130,13 @@ def test_the_size_of_the_evaluation():
     assert f"{len(evaluation.DECODINGS) * sum(each.values()):,}" == "17,968"
     page = text_of("training.md").replace("\n", " ")
     assert "17,968 responses" in page and costs.PROBLEMS == problems and each["aime24"] == 960
-    hours = [costs.table_hours("1.7B", gpus, costs.CARDS["H100"], 12e-6)[1] for gpus in (1, 8)]
+    hours = [costs.table_hours("1.7B", gpus, 12e-6) for gpus in (1, 8)]
     assert f"{hours[0]:.0f} hours at 1.7B on one H100 and {hours[1]:.1f} on eight" in page
     run, card = costs.load_run("qwen3-1.7b-one-80gb"), costs.CARDS["H100"]
-    low, high = (costs.cost(*run, 1, card, host) for host in costs.HOST_SECONDS)
-    minutes = f"{costs.span(low.evaluation / 60, high.evaluation / 60)} minutes"
-    minutes += " (counted, on an H100)"
-    assert f"are {low.evaluated}, which takes the recipe for one 80 GB GPU {minutes}" in page
+    found = [costs.cost(*run, 1, card, host) for host in costs.HOST_SECONDS]
+    minutes = costs.span(*(each["evaluation"] / 60 for each in found))
+    takes = f"takes the recipe for one 80 GB GPU {minutes} minutes (counted, on an H100)"
+    assert f"are {found[0]['evaluated']}, which {takes}" in page
 
 
 # ---------------------------------------------------------------------------------------- recipes
@@ -165,7 +165,7 @@ def test_a_recipe_says_what_it_does(path):
     for step in map(int, re.findall(r"step_(\d{6})", text)):
         assert step == cfg.steps
     if cfg.eval_every:
-        count = costs.cost(*costs.load_run(path.name), 8, costs.CARDS["H200"], 12e-6).evaluated
+        count = costs.cost(*costs.load_run(path.name), 8, costs.CARDS["H200"], 12e-6)["evaluated"]
         numbers = {2: "two", 3: "three", 4: "four", 5: "five"}
         evaluations = f"{numbers[cfg.steps // cfg.eval_every + 1]} evaluations of {count}:"
         assert evaluations in text and f"{count} responses" in text
