@@ -130,8 +130,8 @@ def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
     They use the head's weight outside the model's own forward. FSDP2 gathers weights only around
     calls of the model's own methods, so these two functions have to be methods.
     """
-    for name in GATHERED_METHODS:
-        setattr(model, name, types.MethodType(globals()[name], model))
+    model.token_stats = types.MethodType(token_stats, model)
+    model.likeliest = types.MethodType(likeliest, model)
     if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -541,38 +541,33 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def batch_stats(
-    model: Model, batch: list[Response], *, logp_only: bool = False
-) -> tuple[TokenStats, torch.Tensor]:
-    """Statistics and response mask of a micro-batch: (B, L); an empty one is a dummy row."""
-    batch = batch or [Response(prompt_ids=[0], ids=[0], truncated=False, text="")]
-    input_ids, _, mask = pad_batch(batch)
-    count = int(mask[:, 1:].sum())  # asked here, on the CPU: asking a GPU waits for all its work
-    input_ids, mask = (t.to(model.device, non_blocking=True) for t in (input_ids, mask))
-    return model.token_stats(input_ids, None, mask, count=count, logp_only=logp_only), mask
-
-
-def pad_like(rows: list[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """Ragged (T_i,) rows -> a tensor of mask's shape: the rows where mask is True, 0 elsewhere."""
-    flat = torch.cat(rows).to(mask.device, non_blocking=True)
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=mask.device).masked_scatter(mask, flat)
+    model: Model, ids: torch.Tensor, mask: torch.Tensor, *, logp_only: bool = False
+) -> TokenStats:
+    """token_stats of a right-padded micro-batch that is on the CPU, without a wait for a GPU."""
+    count = int(mask[:, 1:].sum())
+    ids, mask = (t.to(model.device, non_blocking=True) for t in (ids, mask))
+    return model.token_stats(ids, None, mask, count=count, logp_only=logp_only)
 
 
 @torch.no_grad()
-def response_stats(model: Model, responses: list[Response], budget: int) -> list[TokenStats]:
-    """The statistics of each response's tokens under this model: (T,) float32 on the CPU.
+def response_stats(
+    model: Model, ids: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor, budget: int
+) -> TokenStats:
+    """The statistics of every response token under this model: (B, L) float32 on the CPU.
 
-    In the order of `responses`; `budget` is the tokens of a micro-batch.
+    ids (B, L) long, mask (B, L) bool, lengths (B,) of prompt and response: right-padded rows.
+    `budget` is the tokens of a micro-batch, whose rows are cut to their longest.
     """
-    found: dict[int, TokenStats] = {}
-    for places in track(micro_batches([r.length for r in responses], budget), "statistics"):
-        stats, mask = batch_stats(model, [responses[i] for i in places])
-        if places:
-            three = torch.stack(stats)[:, mask].cpu()  # (3, N): one transfer for the micro-batch
-            lengths = [len(responses[place].ids) for place in places]
-            for place, own in zip(places, three.split(lengths, dim=1), strict=True):  # own (3, T)
-                found[place] = TokenStats(logp=own[0], entropy=own[1], collision=own[2])
+    found = TokenStats(*(torch.zeros(ids.shape) for _ in TokenStats._fields))
+    for places in track(micro_batches(lengths.tolist(), budget), "statistics"):
+        rows = torch.tensor(places, dtype=torch.long)
+        width = max(lengths[rows].tolist(), default=0)
+        stats = batch_stats(model, ids[rows, :width], mask[rows, :width])
+        three = torch.stack(stats).cpu()  # (3, B, W): one transfer for the micro-batch
+        for whole, values in zip(found, three, strict=True):
+            whole[rows, :width] = values
     distributed.reshard(model)
-    return [found[i] for i in range(len(responses))]
+    return found
 
 
 def token_stats(
@@ -596,14 +591,15 @@ def token_stats(
     response_mask, its first column left out; without it a GPU is asked, which waits for its work.
     """
     predicted = response_mask.clone()
-    predicted[:, 0] = False  # nothing comes before the first token
+    predicted[:, :1] = False  # nothing comes before the first token
     count = int(predicted.sum()) if count is None else count
     rows, columns = predicted.nonzero_static(size=count).unbind(1)  # (N,) each
     # Under causal attention a token never sees padding to its right, so right padding needs no
     # mask; positions count real tokens, so left padding does not shift them.
     left_padded = attention_mask is not None and not bool(attention_mask[:, 0].all())
+    # A rank without rows takes part in the collectives of the others: it forwards a dummy token.
     hidden = model.base_model(
-        input_ids,
+        input_ids if len(input_ids) else input_ids.new_zeros(1, 1),
         attention_mask=attention_mask.long() if left_padded else None,
         position_ids=(attention_mask.long().cumsum(1) - 1).clamp(min=0) if left_padded else None,
         use_cache=False,

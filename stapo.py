@@ -11,15 +11,24 @@ Algorithm 1 of the paper, and the function that does each of its lines:
         R = +1 or -1;  A_i = (R_i - mean R) / std R within each group          group_advantages
         for each mini-batch:
             p and H of its tokens under the current policy pi_theta            statistics_pass
-            I = 0 where A > 0 and p < tau_p and H < tau_h, else 1              choose_tokens
+            I = 0 where A > 0 and p < tau_p and H < tau_h, else 1              silence_spurious
             J = 1 / (sum I) * sum I min(rho A, clip(rho) A)                    clipped_loss
             one AdamW step up the gradient of J                                update
 
-Read from top to bottom: the flags, the loss beside its equations, which tokens each method keeps,
-the update of a mini-batch, the collection of a step's responses, the metrics, the loop.
+The path of one response: `collect` samples it, rewards it, compares it with its group and reads p
+and H of its tokens under pi_old, all into a row of a Batch. In `train` its mini-batch takes p and H
+from there if it is the first of the step, as pi_theta still is pi_old, and from `statistics_pass`
+if it is a later one. `silence_spurious` decides with `spurious_mask` which of its tokens count,
+tau_h being a quantile over all ranks. `update` forwards it in a micro-batch, and `clipped_loss`
+sends the gradient back. tests/test_paper.py replays all of it by a second loop, in the test named
+algorithm_1_replayed; tests/test_distributed.py compares two and four ranks with one.
+
+Read from top to bottom: the flags, the loss beside its equations, a mini-batch and which of its
+tokens each method keeps, the update, the collection of a step's responses, the metrics, the loop.
 """
 
 import functools
+import itertools
 import math
 import time
 from collections import Counter
@@ -45,7 +54,7 @@ from rollout import (
     load_problems,
     load_tokenizer,
     micro_batches,
-    pad_like,
+    pad_batch,
     response_stats,
     sample,
     sampling_gap,
@@ -64,7 +73,7 @@ from support.bookkeeping import (
     stop,
 )
 from support.distributed import all_cat, all_list, all_sum, rank, world_size
-from support.dumps import DumpedResponse, make_dump
+from support.dumps import RightResponses, make_dump
 from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed
 
@@ -80,9 +89,9 @@ class Config:
     output: str = flag("", "run directory; empty: a fresh one under runs/")
     resume: str = flag("", "directory of a run to continue, with its flags")
     # the objective
-    method: Literal[
-        "stapo", "justrl", "grpo", "20-entropy", "full-mask", "high-entropy", "random"
-    ] = flag("stapo", "STAPO, a baseline or an ablation")
+    method: str = flag(
+        "stapo", "or justrl, grpo, 20-entropy (baselines), full-mask, high-entropy, random"
+    )
     tau_p: float = flag(0.002, "S2T: a token is a candidate below this probability")
     q: float = flag(0.75, "S2T: silence candidates below this quantile of entropy")
     quantile_over: Literal["candidates", "all"] = flag(
@@ -317,110 +326,61 @@ def grpo_loss(
 # =========================================================================== the loss ends here
 
 
-# ================================================= which tokens carry a gradient, under each method
-
-
-class Method(NamedTuple):
-    """What a method looks at and divides by; what it keeps is said in choose_tokens below."""
-
-    reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
-    divides_by: Literal["kept", "tokens", "responses"]  # kept tokens, all tokens, all responses
-
-
-METHODS = {
-    "stapo": Method(reads="A > 0", divides_by="kept"),
-    "justrl": Method(reads="none", divides_by="tokens"),
-    "grpo": Method(reads="none", divides_by="responses"),  # after a mean over each one's tokens
-    "20-entropy": Method(reads="all", divides_by="tokens"),  # those dropped, too
-    "full-mask": Method(reads="A > 0", divides_by="kept"),
-    "high-entropy": Method(reads="A > 0", divides_by="kept"),
-    "random": Method(reads="A > 0", divides_by="kept"),
-}
-
-
-@torch.no_grad()
-def choose_tokens(
-    method: str,
-    logp: torch.Tensor,
-    advantages: torch.Tensor,
-    entropy: torch.Tensor,
-    noise: torch.Tensor | None,
-    *,
-    tau_p: float,
-    q: float,
-    quantile_over: str = "candidates",
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The paper's I for every token of a mini-batch: (keep, candidates, tau_h).
-
-    logp, advantages (A_i repeated over its tokens), entropy (N,): all tokens of all responses, of
-    all ranks. noise (N,): for the method random alone. Returns keep and candidates (N,) bool. For
-    stapo keep is what spurious_mask does not silence. The method high-entropy ranks by -H in place
-    of H, and random by the noise: tau_h is a quantile of that.
-    """
-    no_token = torch.zeros_like(logp, dtype=torch.bool)
-    if method in ("justrl", "grpo"):
-        return ~no_token, no_token, -math.inf
-    if method == "20-entropy":
-        return entropy >= quantile(entropy, 0.8), no_token, -math.inf
-    candidates = (advantages > 0) & (logp.exp() < tau_p)
-    if method == "full-mask":
-        return ~candidates, candidates, math.inf
-    ranked_by = {"stapo": entropy, "high-entropy": -entropy, "random": noise}[method]
-    over = ranked_by if quantile_over == "all" else ranked_by[candidates]
-    tau_h = quantile(over, q)
-    silenced = candidates & (ranked_by < tau_h)
-    return ~silenced, candidates, float(tau_h)
-
-
-class Selection(NamedTuple):
-    """The tokens of a mini-batch that carry a gradient. Counts are over all ranks."""
-
-    keep: list[torch.Tensor]  # of each response on this rank: (T,) bool, the paper's I
-    tau_h: float  # nats under stapo
-    denominator: int  # what the objective is divided by
-    tokens: int
-    candidates: int
-    silenced: int  # candidates that carry no gradient
-    finite: bool  # whether every statistic is
-
-
-# ============================================================= the update, Sec. 3.3, Algorithm 1
+# ====================================== a mini-batch, and which of its tokens carry a gradient
 
 
 @dataclass(frozen=True)
-class Episode:
-    """A response with all that its training step needs; `collect` makes it, nothing changes it."""
+class Batch:
+    """Responses as padded tensors on the CPU, a row [prompt, response, padding] for each.
 
-    problem: dict
-    response: Response
-    reward: float
-    advantage: float
-    seed: int  # of its sampling
-    old: TokenStats  # under pi_old: (T,) float32 each, on the CPU
-    ref_logp: torch.Tensor | None = None  # (T,) under the starting model: for GRPO's KL
-
-
-def statistics_pass(model: Model, episodes: list[Episode], cfg: Config) -> list[TokenStats]:
-    """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta.
-
-    Only responses that the method reads are forwarded; the others keep pi_old's numbers. Only
-    responses with A > 0 can hold candidates.
+    `collect` makes one of a step's responses, and nothing changes it. A mini-batch is a slice of
+    its rows; a micro-batch is some rows of a mini-batch, cut to the longest of them.
     """
-    reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
-    needed = []
-    if reads == "all":
-        needed = episodes
-    elif reads == "A > 0":
-        needed = [e for e in episodes if e.advantage > 0]
-    fresh = response_stats(model, [e.response for e in needed], cfg.tokens_per_micro_batch)
-    current = {id(e): stats for e, stats in zip(needed, fresh, strict=True)}
-    return [current.get(id(e), e.old) for e in episodes]
+
+    ids: torch.Tensor  # (B, L) long
+    mask: torch.Tensor  # (B, L) bool, True on response tokens, end of sequence included
+    lengths: torch.Tensor  # (B,) long, tokens of prompt and response
+    old: TokenStats  # under pi_old: (B, L) float32 each, 0 outside mask
+    ref_logp: torch.Tensor | None  # (B, L) float32 under the starting model: for GRPO's KL
+    rewards: torch.Tensor  # (B,) float64
+    advantages: torch.Tensor  # (B,) float32
+    truncated: torch.Tensor  # (B,) bool, ended by --max_new_tokens
+    seeds: torch.Tensor  # (B,) long, of the sampling
+
+    def split(self, count: int) -> "list[Batch]":
+        """That many mini-batches of equally many rows, which share this batch's memory."""
+        size = len(self.ids) // count
+        return [self.take(slice(i * size, (i + 1) * size)) for i in range(count)]
+
+    def rows(self, places: torch.Tensor) -> "Batch":
+        """The rows at `places` (N,), cut to the longest of them: a micro-batch."""
+        return self.take(places, width=max(self.lengths[places].tolist(), default=0))
+
+    def take(self, where: slice | torch.Tensor, width: int | None = None) -> "Batch":
+        """Some of the rows, and their first `width` columns (None: all)."""
+        return Batch(
+            ids=self.ids[where, :width],
+            mask=self.mask[where, :width],
+            lengths=self.lengths[where],
+            old=TokenStats(*(values[where, :width] for values in self.old)),
+            ref_logp=None if self.ref_logp is None else self.ref_logp[where, :width],
+            rewards=self.rewards[where],
+            advantages=self.advantages[where],
+            truncated=self.truncated[where],
+            seeds=self.seeds[where],
+        )
 
 
-def make_selection(episodes: list[Episode], stats: list[TokenStats], cfg: Config) -> Selection:
-    """Decide once for a whole mini-batch, over all ranks, which tokens carry a gradient.
+class Choice(NamedTuple):
+    """What a method decides for the tokens of this rank's rows of a mini-batch."""
 
-    stats: p and H of each episode's tokens under pi_theta. An example under stapo, one rank:
+    keep: torch.Tensor  # (B, L) bool: the tokens that carry a gradient, the paper's I
+    candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
+    tau_h: float  # nats under stapo; -inf where a method has no such threshold
+
+
+def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
+    """Sec. 3.3, S2T on a mini-batch: spurious_mask, with tau_h over all ranks. An example:
 
         response 1, A = 0.71:   p = 0.9, 0.001, 0.001   H = 0.2, 0.1, 1.5
         response 2, A = -0.71:  p = 0.001               H = 0.1
@@ -428,68 +388,120 @@ def make_selection(episodes: list[Episode], stats: list[TokenStats], cfg: Config
     The second and third tokens are candidates, so tau_h = 0.1 + 0.75 (1.5 - 0.1) = 1.15. The
     second is silenced: keep = [True, False, True], [True], and the denominator is 3.
     """
-    lengths = [len(s.logp) for s in stats]
-    advantages = [torch.full((n,), e.advantage) for e, n in zip(episodes, lengths, strict=True)]
-    # Each rank brings its own tokens and receives every rank's: (N,).
-    logp = all_cat(torch.cat([s.logp for s in stats]))
-    entropy = all_cat(torch.cat([s.entropy for s in stats]))
-    advantages = all_cat(torch.cat(advantages))
-    noise = None
-    if cfg.method == "random":  # one number for each token, drawn once for the whole rollout
-        draws = [generator(e.seed, "noise") for e in episodes]
-        noise = [torch.rand(n, generator=draw) for n, draw in zip(lengths, draws, strict=True)]
-        noise = all_cat(torch.cat(noise))
-    keep, candidates, tau_h = choose_tokens(
-        cfg.method,
-        logp,
-        advantages,
-        entropy,
-        noise,
-        tau_p=cfg.tau_p,
-        q=cfg.q,
-        quantile_over=cfg.quantile_over,
-    )
-    tokens_of_ranks = all_list(sum(lengths))
-    responses_of_ranks = all_list(len(episodes))
-    start = sum(tokens_of_ranks[: rank()])
-    own = keep[start : start + sum(lengths)]
-    kept = max(int(keep.sum()), 1)
-    sizes = {"kept": kept, "tokens": len(keep), "responses": sum(responses_of_ranks)}
-    return Selection(
-        keep=list(own.split(lengths)),
-        tau_h=tau_h,
-        denominator=sizes[METHODS[cfg.method].divides_by],
-        tokens=len(keep),
-        candidates=int(candidates.sum()),
-        silenced=int((candidates & ~keep).sum()),
-        finite=bool(logp.isfinite().all() and entropy.isfinite().all()),
-    )
+    tokens = stats.logp, batch.advantages, stats.entropy, batch.mask
+    candidates = spurious_candidates(stats.logp, batch.advantages, batch.mask, tau_p=cfg.tau_p)
+    over = batch.mask if cfg.quantile_over == "all" else candidates
+    tau_h = quantile(all_cat(stats.entropy[over]), cfg.q)
+    silenced = spurious_mask(*tokens, tau_p=cfg.tau_p, tau_h=tau_h)
+    return Choice(keep=batch.mask & ~silenced, candidates=candidates, tau_h=float(tau_h))
 
 
-def batch_loss(
-    batch: list[Episode],
-    keep: list[torch.Tensor],
-    logp: torch.Tensor,
-    mask: torch.Tensor,
-    denominator: float,
-    cfg: Config,
+def silence_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
+    """As many candidates as STAPO silences, those of the highest entropy; tau_h is one of -H."""
+    return silence_spurious(batch, stats._replace(entropy=-stats.entropy), cfg)
+
+
+def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
+    """As many candidates as STAPO silences, by lot; tau_h is a quantile of the lots.
+
+    A token's lot belongs to its response's seed: it is the same in every pass of a step.
+    """
+    lots = torch.zeros(batch.mask.shape)
+    for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
+        lots[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
+    return silence_spurious(batch, stats._replace(entropy=lots), cfg)
+
+
+def silence_candidates(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
+    """FullMask: every low-probability token of a right response is silenced."""
+    candidates = spurious_candidates(stats.logp, batch.advantages, batch.mask, tau_p=cfg.tau_p)
+    return Choice(keep=batch.mask & ~candidates, candidates=candidates, tau_h=math.inf)
+
+
+def keep_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
+    """20-Entropy: a fifth of all tokens is kept, those of the highest entropy."""
+    least = quantile(all_cat(stats.entropy[batch.mask]), 0.8)
+    keep = batch.mask & (stats.entropy >= least)
+    return Choice(keep=keep, candidates=torch.zeros_like(keep), tau_h=-math.inf)
+
+
+def keep_all(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
+    """JustRL and GRPO: every response token."""
+    return Choice(batch.mask, candidates=torch.zeros_like(batch.mask), tau_h=-math.inf)
+
+
+class Method(NamedTuple):
+    """A row of the table below; docs/using-the-loss.md adds one."""
+
+    choose: Callable[[Batch, TokenStats, Config], Choice]  # from p and H under pi_theta
+    reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
+    divides_by: Literal["kept", "tokens", "responses"]  # kept tokens, all tokens, all responses
+
+
+METHODS = {
+    "stapo": Method(silence_spurious, reads="A > 0", divides_by="kept"),
+    "justrl": Method(keep_all, reads="none", divides_by="tokens"),
+    "grpo": Method(keep_all, reads="none", divides_by="responses"),  # the mean of their means
+    "20-entropy": Method(keep_high_entropy, reads="all", divides_by="tokens"),  # also those dropped
+    "full-mask": Method(silence_candidates, reads="A > 0", divides_by="kept"),
+    "high-entropy": Method(silence_high_entropy, reads="A > 0", divides_by="kept"),
+    "random": Method(silence_random, reads="A > 0", divides_by="kept"),
+}
+
+
+def count_tokens(batch: Batch, stats: TokenStats, choice: Choice) -> dict[str, int]:
+    """What a mini-batch holds on all ranks together: the denominators, and what was silenced."""
+    finite = stats.logp.isfinite() & stats.entropy.isfinite()  # (B, L)
+    counts = {
+        "responses": len(batch.ids),
+        "tokens": batch.mask.sum(),
+        "kept": choice.keep.sum(),
+        "candidates": choice.candidates.sum(),
+        "silenced": (choice.candidates & ~choice.keep).sum(),
+        "not_finite": (batch.mask & ~finite).sum(),
+    }
+    return {name: int(count) for name, count in all_sum(counts).items()}
+
+
+# ============================================================= the update, Sec. 3.3, Algorithm 1
+
+
+def statistics_pass(model: Model, batch: Batch, cfg: Config) -> TokenStats:
+    """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta, (B, L) each.
+
+    Only responses that the method reads are forwarded; the others keep pi_old's numbers. Only
+    responses with A > 0 can hold candidates.
+    """
+    reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
+    right = batch.advantages > 0  # (B,)
+    needed = {"A > 0": right, "all": torch.ones_like(right), "none": torch.zeros_like(right)}[reads]
+    rows = needed.nonzero().flatten()
+    tokens = batch.ids[rows], batch.mask[rows], batch.lengths[rows]
+    fresh = response_stats(model, *tokens, cfg.tokens_per_micro_batch)
+    both = zip(batch.old, fresh, strict=True)
+    return TokenStats(*(old.index_copy(0, rows, current) for old, current in both))
+
+
+def objective(
+    batch: Batch, keep: torch.Tensor, logp: torch.Tensor, denominator: float, cfg: Config
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a micro-batch under --method, and its ratio sums. logp, mask (B, L)."""
-    old_logp = pad_like([e.old.logp for e in batch], mask)
-    advantages = torch.tensor([e.advantage for e in batch])
-    advantages = advantages.to(mask.device, non_blocking=True)
+    """-J of a micro-batch under --method, and its ratio sums; keep (B, L) bool is the paper's I.
+
+    logp (B, L) with gradient, on the model's device; the others are on the CPU.
+    """
+    tensors = batch.old.logp, batch.advantages, batch.mask, keep
+    old_logp, advantages, mask, keep = (x.to(logp.device, non_blocking=True) for x in tensors)
     eps_high = cfg.eps_low if cfg.method == "grpo" else cfg.eps_high
     clip = {"eps_low": cfg.eps_low, "eps_high": eps_high}
     sums = ratio_sums(logp, old_logp, advantages, mask, **clip)
-    if cfg.method == "grpo":
-        ref_logp = logp.detach()  # without a KL term no reference is loaded: this makes k3 zero
-        if with_kl(cfg.method, cfg.beta):
-            ref_logp = pad_like([e.ref_logp for e in batch], mask)
-        args = logp, old_logp, ref_logp, advantages, mask
-        options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
-        return grpo_loss(*args, **options), sums
-    keep = pad_like(keep, mask)
-    return clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=denominator), sums
+    if cfg.method != "grpo":
+        loss = clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=denominator)
+        return loss, sums
+    ref_logp = logp.detach()  # without a KL term no reference is loaded: this makes k3 zero
+    if with_kl(cfg.method, cfg.beta):
+        ref_logp = batch.ref_logp.to(logp.device, non_blocking=True)
+    options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
+    return grpo_loss(logp, old_logp, ref_logp, advantages, mask, **options), sums
 
 
 def with_kl(method: str, beta: float) -> bool:
@@ -498,32 +510,33 @@ def with_kl(method: str, beta: float) -> bool:
 
 
 def update(
-    model: Model, optimizer: Optimizer, episodes: list[Episode], selection: Selection, cfg: Config
+    model: Model,
+    optimizer: Optimizer,
+    batch: Batch,
+    keep: torch.Tensor,
+    counts: dict[str, int],
+    cfg: Config,
 ) -> dict[str, float]:
-    """One optimiser step on a mini-batch.
+    """One optimiser step on a mini-batch, over the tokens in keep (B, L); counts: count_tokens.
 
     Responses with A = 0 have no gradient (without a KL term) and are left out of the passes; they
     stay in the denominator. Where something is not finite, the step is left out. Returns over all
     ranks the loss and ratio_sums, `grad_norm` before clipping, and `finite`: whether it stepped.
     """
     # FSDP averages gradients over ranks, so a global denominator is divided by their number.
-    denominator = selection.denominator / world_size()
-    kl = with_kl(cfg.method, cfg.beta)
-    pairs = zip(episodes, selection.keep, strict=True)
-    trained = [(e, keep) for e, keep in pairs if kl or e.advantage != 0]
-    lengths = [e.response.length for e, _ in trained]
+    denominator = max(counts[METHODS[cfg.method].divides_by], 1) / world_size()
+    trained = (batch.advantages != 0) | with_kl(cfg.method, cfg.beta)  # (B,)
+    trained = trained.nonzero().flatten()  # (N,) rows
+    lengths = batch.lengths[trained].tolist()
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
     model.train()
     optimizer.zero_grad()
-    batches = micro_batches(lengths, cfg.tokens_per_micro_batch)  # as many on every rank
-    for places in progress.track(batches, "update"):
-        batch = [trained[i][0] for i in places]
-        keep = [trained[i][1] for i in places]
-        stats, mask = batch_stats(model, [e.response for e in batch], logp_only=True)
-        if not batch:
-            (stats.logp.sum() * 0).backward()  # every rank takes part in FSDP's collectives
-            continue
-        loss, sums = batch_loss(batch, keep, stats.logp, mask, denominator, cfg)
+    parts = micro_batches(lengths, cfg.tokens_per_micro_batch)  # as many on every rank
+    for places in progress.track(parts, "update"):
+        rows = trained[places]  # none on a rank that others wait for: its gradients are zeros
+        micro = batch.rows(rows)
+        logp = batch_stats(model, micro.ids, micro.mask, logp_only=True).logp
+        loss, sums = objective(micro, keep[rows, : logp.shape[1]], logp, denominator, cfg)
         loss.backward()
         sums["loss"] = loss.detach() / world_size()  # so that all_sum gives the loss of all ranks
         for name, value in sums.items():
@@ -536,7 +549,7 @@ def update(
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     totals = all_sum(local)
     totals["grad_norm"] = norm
-    finite = selection.finite and math.isfinite(norm) and math.isfinite(totals["loss"])
+    finite = not counts["not_finite"] and math.isfinite(norm) and math.isfinite(totals["loss"])
     if finite:
         optimizer.step()
     model.zero_grad()  # gradients take no memory in what follows
@@ -579,21 +592,20 @@ def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> l
 
 def collect(
     model: Model, reference: Model | None, task: Task, step: int, cfg: Config
-) -> list[list[Episode]]:
+) -> tuple[Batch, list[dict]]:
     """Sample and reward this rank's share of step's responses, with their statistics under pi_old.
 
-    Returns a list for each mini-batch. Each rank takes its slice of every mini-batch, so that the
-    mini-batches do not depend on the ranks. With a batch of four problems a, b, c, d, mini-batches
-    of two and groups of two responses, one rank returns [[a1, a2, b1, b2], [c1, c2, d1, d2]]. Of
-    two ranks the first returns [[a1, a2], [c1, c2]], and the second [[b1, b2], [d1, d2]].
+    Returns the batch, and a row of samples.jsonl for each of its rows. Each rank takes its slice of
+    every mini-batch, so that the mini-batches do not depend on the ranks. With a batch of four
+    problems a, b, c, d, mini-batches of two and groups of two responses, the rows of one rank are
+    a1 a2 b1 b2, c1 c2 d1 d2. Of two ranks the first has a1 a2, c1 c2, and the second b1 b2, d1 d2.
     """
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
-    batch = [task.problems[index] for index in indices]
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
     starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)  # in each mini-batch
     places = [start + i for start in starts for i in range(share)]  # this rank's, in the batch
     pairs = [(place, member) for place in places for member in range(cfg.group_size)]
-    posed = [batch[place] for place, _ in pairs]
+    posed = [task.problems[indices[place]] for place, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, place, member) for place, member in pairs]
     with distributed.gathered(model) as policy, stop.together():
         responses = sample(
@@ -608,27 +620,31 @@ def collect(
         )
     rewards = grade(task.reward, responses, posed)
     advantages = group_advantages(torch.tensor(rewards).view(-1, cfg.group_size))  # (P, G)
-    old = response_stats(model, responses, cfg.tokens_per_micro_batch)
-    ref_logp = [None] * len(responses)
+    ids, attention, mask = pad_batch(responses)  # (B, L) each
+    lengths = attention.sum(1)  # (B,)
+    old = response_stats(model, ids, mask, lengths, cfg.tokens_per_micro_batch)
+    ref_logp = None
     if reference:
-        under_reference = response_stats(reference, responses, cfg.tokens_per_micro_batch)
-        ref_logp = [stats.logp for stats in under_reference]
+        ref_logp = response_stats(reference, ids, mask, lengths, cfg.tokens_per_micro_batch).logp
     stop.leave_if_asked()  # the last chance before the updates, which are finished once begun
-    advantages = advantages.flatten().tolist()
-    episodes = [
-        Episode(
-            problem=posed[i],
-            response=responses[i],
-            reward=rewards[i],
-            advantage=advantages[i],
-            seed=seeds[i],
-            old=old[i],
-            ref_logp=ref_logp[i],
-        )
-        for i in range(len(responses))
+    batch = Batch(
+        ids=ids,
+        mask=mask,
+        lengths=lengths,
+        old=old,
+        ref_logp=ref_logp,
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        advantages=advantages.flatten(),
+        truncated=torch.tensor([response.truncated for response in responses]),
+        seeds=torch.tensor(seeds),
+    )
+    rows = zip(posed, responses, rewards, batch.advantages.tolist(), strict=True)
+    samples = [
+        {"problem": p["problem"], "gold": p["answer"], "response": r.text}
+        | {"reward": reward, "advantage": advantage}
+        for p, r, reward, advantage in rows
     ]
-    size = share * cfg.group_size
-    return [episodes[i : i + size] for i in range(0, len(episodes), size)]
+    return batch, samples
 
 
 def grade(
@@ -649,16 +665,20 @@ def grade(
 # ============================================================== metrics; docs/reference.md has each
 
 
-def rollout_metrics(episodes: list[Episode], tau_p: float) -> dict[str, float | None]:
+def rollout_metrics(batch: Batch, tau_p: float) -> dict[str, float | None]:
     """Under pi_old, over every response of every rank; right is reward > 0."""
-    right = [e for e in episodes if e.reward > 0]
-    sums = {"responses": len(episodes), "right": len(right)}
-    sums["low_prob"] = sum(int((e.old.logp.exp() < tau_p).sum()) for e in right)
-    sums["right_tokens"] = sum(len(e.response.ids) for e in right)
-    sums["tokens"] = sum(len(e.response.ids) for e in episodes)
-    sums["truncated"] = sum(e.response.truncated for e in episodes)
-    sums["reward"] = sum(e.reward for e in episodes)
-    sums["zero_advantage"] = sum(e.advantage == 0 for e in episodes)
+    right = batch.rewards > 0  # (B,)
+    right_tokens = batch.mask & right[:, None]  # (B, L)
+    sums = {
+        "responses": len(right),
+        "right": right.sum(),
+        "low_prob": (right_tokens & (batch.old.logp.exp() < tau_p)).sum(),
+        "right_tokens": right_tokens.sum(),
+        "tokens": batch.mask.sum(),
+        "truncated": batch.truncated.sum(),
+        "reward": sum(batch.rewards.tolist()),
+        "zero_advantage": (batch.advantages == 0).sum(),
+    }
     total = all_sum(sums)
     count, right_tokens = total["responses"], total["right_tokens"]
     return {
@@ -672,10 +692,10 @@ def rollout_metrics(episodes: list[Episode], tau_p: float) -> dict[str, float | 
     }
 
 
-def entropy_metrics(episodes: list[Episode]) -> dict[str, float]:
+def entropy_metrics(batch: Batch) -> dict[str, float]:
     """Token entropy under pi_old over every rank's responses, in nats, and the sampling check."""
-    entropy = all_cat(torch.cat([e.old.entropy for e in episodes]))
-    logp = all_cat(torch.cat([e.old.logp for e in episodes]))
+    entropy = all_cat(batch.old.entropy[batch.mask])  # (N,)
+    logp = all_cat(batch.old.logp[batch.mask])  # (N,)
     gap, z = sampling_gap(logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
     shares = torch.tensor([0.5, 0.8, 0.95, 0.99], dtype=torch.float64)
     names = ("entropy_p50", "entropy_p80", "entropy_p95", "entropy_p99")
@@ -684,13 +704,16 @@ def entropy_metrics(episodes: list[Episode]) -> dict[str, float]:
     return named | {"sampling_gap": float(gap), "sampling_z": float(z)}
 
 
-def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str, float | None]:
-    """What the mini-batches of a step add up to; without updates the shares are None."""
+def update_metrics(counts: list[dict], updates: list[dict]) -> dict[str, float | None]:
+    """What the mini-batches of a step add up to; without updates the shares are None.
+
+    counts: count_tokens of each mini-batch; updates: what `update` returned for each.
+    """
     total = Counter()
     for sums in updates:
         total.update(sums)  # adds them up by key
     forwarded = total["tokens"]
-    silenced = sum(s.silenced for s in selections)
+    silenced = sum(count["silenced"] for count in counts)
 
     def per_token(key: str) -> float | None:
         return total[key] / forwarded if forwarded else None
@@ -699,9 +722,9 @@ def update_metrics(selections: list[Selection], updates: list[dict]) -> dict[str
         return total[key] / len(updates) if updates else None
 
     return {
-        "candidates": sum(s.candidates for s in selections),
+        "candidates": sum(count["candidates"] for count in counts),
         "silenced": silenced,
-        "silenced_fraction": silenced / sum(s.tokens for s in selections),
+        "silenced_fraction": silenced / sum(count["tokens"] for count in counts),
         "clip_low": per_token("clip_low"),
         "clip_high": per_token("clip_high"),
         "ratio_mean": per_token("ratio_sum"),
@@ -729,48 +752,44 @@ def dump(
     run: RunFolder,
     model: Model,
     task: Task,
-    mini_batches: list[list[Episode]],
+    batch: Batch,
+    samples: list[dict],
     step: int,
     cfg: Config,
 ) -> None:
     """Write dumps/step_N.json for scripts/figures.py: right responses, as pi_old sees them."""
-    responses = []
-    for mini_batch in mini_batches:
-        selection = make_selection(mini_batch, [e.old for e in mini_batch], cfg)
-        for e, keep in zip(mini_batch, selection.keep, strict=True):
-            p = e.old.logp.exp()
-            dumped = DumpedResponse(
-                problem=e.problem["problem"],
-                answer=e.problem["answer"],
-                prompt_ids=e.response.prompt_ids,
-                ids=e.response.ids,
-                advantage=e.advantage,
-                silenced=(p < cfg.tau_p) & ~keep,  # 20-entropy drops other tokens, too
-                p=p,
-                entropy=e.old.entropy,
-                collision=e.old.collision,
-                tau_h=selection.tau_h,
-            )
-            responses.append(dumped)
+    mini_batches = batch.split(cfg.batch_size // cfg.mini_batch_size)
+    choices = [METHODS[cfg.method].choose(part, part.old, cfg) for part in mini_batches]
+    keep = torch.cat([choice.keep for choice in choices])  # (B, L)
+    tau_h = torch.tensor([choice.tau_h for choice in choices], dtype=torch.float64)
+    places = (batch.advantages > 0).nonzero().flatten()  # (N,) rows
+    right = batch.take(places)
+    p = right.old.logp.exp()  # (N, L)
+    responses = RightResponses(
+        ids=right.ids,
+        mask=right.mask,
+        advantages=right.advantages,
+        # Beside candidates 20-Entropy drops other tokens.
+        silenced=right.mask & (p < cfg.tau_p) & ~keep[places],
+        p=p,
+        entropy=right.old.entropy,
+        collision=right.old.collision,
+        tau_h=tau_h.repeat_interleave(len(batch.ids) // len(choices))[places],
+        problems=[samples[i]["problem"] for i in places],
+        answers=[samples[i]["gold"] for i in places],
+    )
     made = make_dump(
-        [response for response in responses if response.advantage > 0],
+        responses,
         step=step,
         method=cfg.method,
         tau_p=cfg.tau_p,
-        all_tokens=sum(len(response.ids) for response in responses),
+        all_tokens=int(batch.mask.sum()),
         seed=cfg.seed,
         decode=functools.partial(to_text, task.tokenizer),
         likeliest=model.likeliest,
     )
     distributed.reshard(model)
     run.write_dump(made)
-
-
-def sample_row(episode: Episode) -> dict:
-    """A response for samples.jsonl and for the reader's eye."""
-    row = {"problem": episode.problem["problem"], "gold": episode.problem["answer"]}
-    row |= {"response": episode.response.text, "reward": episode.reward}
-    return row | {"advantage": episode.advantage}
 
 
 # ============================================================================== the training loop
@@ -783,6 +802,7 @@ def check_flags(cfg: Config) -> None:
         if not holds:
             raise InputError(f"--{name} {getattr(cfg, name)}: {why}")
 
+    need("method", cfg.method in METHODS, f"not one of {', '.join(METHODS)}")
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
@@ -790,11 +810,13 @@ def check_flags(cfg: Config) -> None:
     need("quantile_over", cfg.method == "stapo" or not v1, "a definition of --method stapo alone")
     default_beta = cfg.beta == Config.beta
     need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
-    sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last"
-    for name in (*sizes.split(), "tokens_per_micro_batch"):
+    sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last "
+    sizes += "tokens_per_micro_batch"
+    for name in sizes.split():
         need(name, getattr(cfg, name) >= 1, "has to be at least 1")
-    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes eval_every"
-    for name in (*rates.split(), *"dump_every eval_limit eval_samples log_samples threads".split()):
+    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes eval_every "
+    rates += "dump_every eval_limit eval_samples log_samples threads"
+    for name in rates.split():
         need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
@@ -842,9 +864,9 @@ def evaluate_if_due(
     if run.evaluation_is_due(cfg.eval_every):
         names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
         options = {name: getattr(cfg, name) for name in names}
+        file = run.evaluation_file()
         with distributed.gathered(model) as policy:
-            where = task.tokenizer, task.suite, run.evaluation_file()
-            scores = evaluation.evaluate(policy, *where, **options)
+            scores = evaluation.evaluate(policy, task.tokenizer, task.suite, file, **options)
         run.end_evaluation(scores)
         report.show_scores(run.step, scores)
 
@@ -865,39 +887,40 @@ def train(cfg: Config) -> None:
     not_finite, reward_error = 0, None
     stop.listen()
     try:
-        evaluate_if_due(run, model, task, report, cfg)
-        for step in range(run.step + 1, cfg.steps + 1):
+        for step in itertools.count(run.step + 1):
+            evaluate_if_due(run, model, task, report, cfg)
+            if step > cfg.steps:
+                break
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
             began = time.time()
-            mini_batches = collect(model, reference, task, step, cfg)
-            episodes = [e for mini_batch in mini_batches for e in mini_batch]
-            line = {"step": step} | entropy_metrics(episodes) | rollout_metrics(episodes, cfg.tau_p)
+            batch, samples = collect(model, reference, task, step, cfg)
+            line = {"step": step} | entropy_metrics(batch) | rollout_metrics(batch, cfg.tau_p)
             if is_due(step, cfg.dump_every):
-                dump(run, model, task, mini_batches, step, cfg)
+                dump(run, model, task, batch, samples, step, cfg)
             sampled = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
-            lr = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
-            optimizer.param_groups[0]["lr"] = lr
-            selections, updates = [], []
-            for number, mini_batch in enumerate(mini_batches):
-                stats = [e.old for e in mini_batch]
-                if number > 0 and training:  # in the first mini-batch pi_theta still is pi_old
+            lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
+            counts, updates = [], []
+            for mini_batch in batch.split(cfg.batch_size // cfg.mini_batch_size):
+                stats = mini_batch.old  # p and H, (B, L): in the first, pi_theta still is pi_old
+                if updates:
                     stats = statistics_pass(model, mini_batch, cfg)
-                selections.append(make_selection(mini_batch, stats, cfg))
+                choice = METHODS[cfg.method].choose(mini_batch, stats, cfg)  # keep is the paper's I
+                count = count_tokens(mini_batch, stats, choice)
+                counts.append(count)
                 if training:
-                    updates.append(update(model, optimizer, mini_batch, selections[-1], cfg))
+                    updates.append(update(model, optimizer, mini_batch, choice.keep, count, cfg))
                     not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
             # 3. Write down what happened; save and evaluate when it is time.
-            line |= update_metrics(selections, updates) | {"lr": lr}
+            line |= update_metrics(counts, updates) | {"lr": lr}
             line |= cost_metrics(line["tokens"], began, sampled)
-            run.end_step(line, [sample_row(e) for e in episodes[: cfg.log_samples]])
-            report.done(line, sample_row(episodes[0]))
+            run.end_step(line, samples[: cfg.log_samples])
+            report.done(line, samples[0])
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes, cfg.eval_every):
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()
-            evaluate_if_due(run, model, task, report, cfg)
     # Stopped and RewardError are never raised amid updates: the weights are those of a whole step.
     # No `as` for Stopped: who holds the exception holds the KV cache, and saving needs its memory.
     except Stopped:

@@ -11,7 +11,6 @@ every response token of the batch, and is put back. Prints mean ± standard devi
 """
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -33,7 +32,7 @@ from rollout import (
     sample,
     token_stats,
 )
-from stapo import clipped_loss, group_advantages, spurious_mask
+from stapo import clipped_loss, group_advantages, spurious_candidates, spurious_mask
 
 GROUP = 8
 COLUMNS = {  # key of one_step: heading of the table, factor
@@ -82,9 +81,8 @@ def token_sets(model: Model, batch: Batch, seed: int) -> dict[str, Tensor]:
     """The four sets, each (B, L) bool; `seed` draws the tokens at random."""
     with torch.no_grad():
         logp, entropy, _ = token_stats(model, *batch[:3])
-    given = entropy, batch.mask
-    silenced = spurious_mask(logp, batch.advantages, *given)
-    candidates = spurious_mask(logp, batch.advantages, *given, tau_h=math.inf)
+    silenced = spurious_mask(logp, batch.advantages, entropy, batch.mask)
+    candidates = spurious_candidates(logp, batch.advantages, batch.mask)
     others = (batch.mask & (batch.advantages > 0)[:, None] & ~candidates).nonzero()
     order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))
     drawn = others[order[: int(silenced.sum())]]
@@ -94,7 +92,7 @@ def token_sets(model: Model, batch: Batch, seed: int) -> dict[str, Tensor]:
         "silenced": silenced,
         "kept candidates": candidates & ~silenced,
         "others of right answers": at_random,
-        "rare tokens of wrong answers": spurious_mask(logp, -batch.advantages, *given),
+        "rare tokens of wrong answers": spurious_mask(logp, -batch.advantages, entropy, batch.mask),
     }
 
 

@@ -19,23 +19,23 @@ from support.seeds import generator
 TOKENS, RESPONSES, WINDOW = 20_000, 20, 1_000
 
 
-class DumpedResponse(NamedTuple):
-    """A response with A > 0; the tensors are (T,), an entry for each of `ids`, on the CPU."""
+class RightResponses(NamedTuple):
+    """This rank's responses with A > 0, on the CPU: rows [prompt, response, padding] of a batch."""
 
-    problem: str
-    answer: str  # the right one, as the data has it
-    prompt_ids: list[int]
-    ids: list[int]
-    advantage: float
-    silenced: torch.Tensor  # bool
-    p: torch.Tensor  # float32, the sampled token's probability
-    entropy: torch.Tensor  # float32, nats
-    collision: torch.Tensor  # float32, the sum of squared probabilities
-    tau_h: float  # nats, of the response's mini-batch; not finite where it has none
+    ids: torch.Tensor  # (N, L) long
+    mask: torch.Tensor  # (N, L) bool, True on response tokens
+    advantages: torch.Tensor  # (N,) float32
+    silenced: torch.Tensor  # (N, L) bool
+    p: torch.Tensor  # (N, L) float32, the sampled token's probability
+    entropy: torch.Tensor  # (N, L) float32, nats
+    collision: torch.Tensor  # (N, L) float32, the sum of squared probabilities
+    tau_h: torch.Tensor  # (N,) nats, of the response's mini-batch; not finite where it has none
+    problems: list[str]
+    answers: list[str]  # the right ones, as the data has them
 
 
 def make_dump(
-    responses: list[DumpedResponse],
+    responses: RightResponses,
     *,
     step: int,
     method: str,
@@ -47,20 +47,19 @@ def make_dump(
 ) -> dict[str, Any]:
     """A step's dump, ready for JSON and the same on every rank; each rank brings its responses.
 
-    `responses` are those of A > 0, `all_tokens` counts the tokens of the others too. `decode` makes
-    text of ids. `likeliest` is the model's own (see rollout.py): under FSDP it is a collective, and
-    every rank calls it equally often. The result is a function of the arguments.
+    `all_tokens` counts the tokens of the other responses too. `decode` makes text of ids.
+    `likeliest` is the model's own (see rollout.py): under FSDP it is a collective, and every rank
+    calls it equally often. The result is a function of the arguments.
     """
     tokens = sample_tokens(responses, tau_p, decode, generator(seed, "dump", step))
-    positive_tokens = sum(len(response.ids) for response in responses)
-    counts = all_sum({"positive_tokens": positive_tokens, "all_tokens": all_tokens})
-    chosen = responses_to_show(responses, generator(seed, "responses", step, rank()))
-    idle = all_max(len(chosen)) - len(chosen)  # forwards that other ranks do more than this one
+    counts = all_sum({"positive_tokens": responses.mask.sum(), "all_tokens": all_tokens})
+    rows = rows_to_show(responses.silenced, generator(seed, "responses", step, rank()))
+    idle = all_max(len(rows)) - len(rows)  # forwards that other ranks do more than this one
     shown = []
-    for response in chosen:
-        places = window(response)
-        ids = torch.tensor(response.prompt_ids + response.ids[: places.stop])
-        shown.append(describe(response, places, likeliest(ids, len(places)), decode))
+    for row in rows:
+        places = window(responses.mask[row], responses.silenced[row])
+        top = likeliest(responses.ids[row, : places[-1] + 1], len(places))
+        shown.append(describe(responses, row, places, top, decode))
     for _ in range(idle):
         likeliest(torch.zeros(2, dtype=torch.long), 1)  # keeps the ranks in step
     tokens_of_ranks, shown_of_ranks = all_list(tokens), all_list(shown)
@@ -89,7 +88,7 @@ def rounded(value: float, digits: int) -> float:
 
 
 def sample_tokens(
-    responses: list[DumpedResponse],
+    responses: RightResponses,
     tau_p: float,
     decode: Callable[[list[int]], str],
     draw: torch.Generator,
@@ -98,25 +97,24 @@ def sample_tokens(
 
     Each kind has half of the room; `weight` is how many tokens of its kind a token stands for.
     """
-    low = torch.cat([torch.zeros(0), *(response.p for response in responses)]) < tau_p  # (N,)
-    lengths = torch.tensor([len(response.ids) for response in responses], dtype=torch.long)
-    ends = lengths.cumsum(0)
+    rows, columns = responses.mask.nonzero(as_tuple=True)  # (T,) each, response after response
+    low = responses.p[rows, columns] < tau_p  # (T,)
     tokens = []
     for kind in (True, False):
         members = (low == kind).nonzero().flatten()
         shuffled = members[torch.randperm(len(members), generator=draw)]
-        chosen = shuffled[: TOKENS // 2 // world_size()]
-        owners = torch.searchsorted(ends, chosen, right=True)
-        places = chosen - (ends - lengths)[owners]  # within the owner
-        for owner, t in zip(owners.tolist(), places.tolist()):
-            response = responses[owner]
-            token = {"token": decode([response.ids[t]]), "p": float(response.p[t])}
-            token["entropy"] = float(response.entropy[t])
-            token["collision"] = float(response.collision[t])
-            token["advantage"] = response.advantage
-            token["silenced"] = bool(response.silenced[t])
-            token["tau_h"] = finite(response.tau_h)
-            token["weight"] = len(members) / len(chosen)
+        chosen = shuffled[: TOKENS // 2 // world_size()].tolist()
+        for row, t in zip(rows[chosen].tolist(), columns[chosen].tolist(), strict=True):
+            token = {
+                "token": decode([int(responses.ids[row, t])]),
+                "p": float(responses.p[row, t]),
+                "entropy": float(responses.entropy[row, t]),
+                "collision": float(responses.collision[row, t]),
+                "advantage": float(responses.advantages[row]),
+                "silenced": bool(responses.silenced[row, t]),
+                "tau_h": finite(float(responses.tau_h[row])),
+                "weight": len(members) / len(chosen),
+            }
             tokens.append(token)
     return tokens
 
@@ -124,58 +122,54 @@ def sample_tokens(
 # ------------------------------------------------------------------- responses, token by token
 
 
-def responses_to_show(
-    responses: list[DumpedResponse], draw: torch.Generator
-) -> list[DumpedResponse]:
-    """This rank's responses among those of all ranks that are shown.
+def rows_to_show(silenced: torch.Tensor, draw: torch.Generator) -> list[int]:
+    """Which of this rank's responses are among those of all ranks that are shown.
 
-    Responses with silenced tokens come first, and lots decide among equals.
+    silenced (N, L) bool. Responses with silenced tokens come first, and lots decide among equals.
     """
-    lots = torch.rand(len(responses), generator=draw).tolist()
-    mine = [
-        (not bool(response.silenced.any()), lot, rank(), i)
-        for i, (response, lot) in enumerate(zip(responses, lots))
-        if response.ids
-    ]
-    of_ranks = all_list(mine)
-    first = sorted(itertools.chain(*of_ranks))[:RESPONSES]
-    return [responses[i] for _, _, owner, i in first if owner == rank()]
+    lots = torch.rand(len(silenced), generator=draw).tolist()
+    unmarked = (~silenced.any(1)).tolist()
+    mine = [(unmarked[i], lots[i], rank(), i) for i in range(len(lots))]
+    first = sorted(itertools.chain(*all_list(mine)))[:RESPONSES]
+    return [i for _, _, owner, i in first if owner == rank()]
 
 
-def window(response: DumpedResponse) -> range:
-    """The places of a response that are shown: all of a short one's.
+def window(mask: torch.Tensor, silenced: torch.Tensor) -> list[int]:
+    """The columns of a response's row that are shown; mask, silenced (L,) bool.
 
-    A longer one is cut to WINDOW tokens with the first silenced one in the middle, or, where it
+    A long response is cut to WINDOW tokens with the first silenced one in the middle, or, where it
     has none, to its beginning.
     """
-    silenced = response.silenced.nonzero().flatten().tolist()
-    start = silenced[0] - WINDOW // 2 if silenced else 0
-    start = max(0, min(start, len(response.ids) - WINDOW))
-    return range(start, min(start + WINDOW, len(response.ids)))
+    columns = mask.nonzero().flatten().tolist()
+    marked = silenced[mask].nonzero().flatten().tolist()
+    start = marked[0] - WINDOW // 2 if marked else 0
+    start = max(0, min(start, len(columns) - WINDOW))
+    return columns[start : start + WINDOW]
 
 
 def describe(
-    response: DumpedResponse,
-    places: range,
+    responses: RightResponses,
+    row: int,
+    columns: list[int],
     likeliest: tuple[torch.Tensor, torch.Tensor],
     decode: Callable[[list[int]], str],
 ) -> dict[str, Any]:
-    """A response as JSON, its tokens in columns: an entry for each of the places shown.
+    """A response as JSON, its tokens in lists: an entry for each of the columns shown.
 
     `likeliest`: the largest probabilities of each place and the ids that have them, (T, 5) both.
     """
-    here = slice(places.start, places.stop)
+    prompt = int(responses.mask[row].nonzero()[0])  # its length
     return {
-        "problem": response.problem,
-        "answer": response.answer,
-        "advantage": response.advantage,
-        "tau_h": finite(rounded(response.tau_h, 6)),
-        "length": len(response.ids),
-        "start": places.start,
-        "token": [decode([i]) for i in response.ids[here]],
-        "p": [rounded(p, 6) for p in response.p[here].tolist()],
-        "entropy": [rounded(h, 6) for h in response.entropy[here].tolist()],
-        "silenced": response.silenced[here].tolist(),
+        "problem": responses.problems[row],
+        "answer": responses.answers[row],
+        "advantage": float(responses.advantages[row]),
+        "tau_h": finite(rounded(float(responses.tau_h[row]), 6)),
+        "length": int(responses.mask[row].sum()),
+        "start": columns[0] - prompt,
+        "token": [decode([i]) for i in responses.ids[row, columns].tolist()],
+        "p": [rounded(p, 6) for p in responses.p[row, columns].tolist()],
+        "entropy": [rounded(h, 6) for h in responses.entropy[row, columns].tolist()],
+        "silenced": responses.silenced[row, columns].tolist(),
         "likeliest": [
             [[decode([i]), rounded(p, 4)] for p, i in zip(probabilities, ids)]
             for probabilities, ids in zip(*(column.tolist() for column in likeliest))

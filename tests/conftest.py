@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout import load_model, load_tokenizer
+import stapo
+from rollout import Response, TokenStats, load_model, load_tokenizer, pad_batch
 from support import distributed
 
 torch.set_num_threads(1)
@@ -17,6 +18,37 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
 # The six benchmarks are no part of the repository: the tests that read them skip without this.
 BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
+
+
+def padded(rows, mask):
+    """Ragged (T_i,) rows -> (B, L): the rows where mask is True, 0 elsewhere."""
+    flat = torch.cat(list(rows))
+    return torch.zeros(mask.shape, dtype=flat.dtype).masked_scatter(mask, flat)
+
+
+def to_batch(responses, advantages, old, seeds=None) -> stapo.Batch:
+    """A mini-batch of responses: A_i and TokenStats of (T_i,) tensors under pi_old for each."""
+    ids, attention, mask = pad_batch(responses)
+    return stapo.Batch(
+        ids=ids,
+        mask=mask,
+        lengths=attention.sum(1),
+        old=TokenStats(*(padded(rows, mask) for rows in zip(*old))),
+        ref_logp=None,
+        rewards=torch.tensor(advantages).sign().double(),
+        advantages=torch.tensor(advantages),
+        truncated=torch.zeros(len(responses), dtype=torch.bool),
+        seeds=torch.tensor(seeds or [0] * len(responses)),
+    )
+
+
+def responses_of(batch: stapo.Batch) -> list[Response]:
+    """The rows of a batch without their padding; the texts are not known."""
+    responses = []
+    for ids, mask, length in zip(batch.ids, batch.mask, batch.lengths):
+        prompt, row = int(mask.nonzero()[0]), ids[:length].tolist()
+        responses.append(Response(row[:prompt], row[prompt:], False, ""))
+    return responses
 
 
 def example(name: str) -> str:

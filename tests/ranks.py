@@ -167,7 +167,7 @@ def run(case: str, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
-    real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss
+    real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective
     save = stapo.RunFolder.save
     if case != "stopped":  # the others are not continued
         stapo.RunFolder.save = lambda *_: None
@@ -176,11 +176,11 @@ def run(case: str, folder: Path) -> None:
     if case == "poisoned":
         poison = [is_last]
 
-        def batch_loss(*args):
+        def objective(*args):
             loss, sums = real[3](*args)
             return (loss * float("nan") if poison and poison.pop() else loss), sums
 
-        stapo.batch_loss = batch_loss
+        stapo.objective = objective
     output = folder / f"world{distributed.world_size()}-{case}"
     argv = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --batch_size {PROMPTS} --mini_batch_size 4 --group_size {GROUP} --max_new_tokens 30
@@ -192,7 +192,7 @@ def run(case: str, folder: Path) -> None:
             assert len(gradients) == 2
             stapo.train(stapo.parse_flags(stapo.Config, "", ["--resume", str(output)]))
     finally:
-        stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.batch_loss = real
+        stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective = real
         stapo.RunFolder.save = save
     if distributed.rank() == 0:
         lines = [json.loads(line) for line in open(output / "metrics.jsonl")]

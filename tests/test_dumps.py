@@ -10,7 +10,7 @@ from conftest import ROOT
 import rollout
 import stapo
 from support import dumps
-from support.dumps import DumpedResponse, make_dump, responses_to_show, window
+from support.dumps import RightResponses, make_dump, rows_to_show
 
 FLAGS = "@tests/tiny/args --steps 1 --batch_size 12 --mini_batch_size 12 --group_size 4 --lr 0"
 FLAGS += " --max_new_tokens 40 --dump_every 1 --tau_p 0.5"
@@ -24,16 +24,30 @@ def run(output, monkeypatch) -> tuple[dict, dict]:
     return json.loads((output / "metrics.jsonl").read_text()), json.loads(dump)
 
 
-def make_response(length: int, silenced: tuple = (), seed: int = 0) -> DumpedResponse:
-    g = torch.Generator().manual_seed(seed)
-    p, entropy, collision = torch.rand(3, length, generator=g)
-    marks = torch.zeros(length, dtype=torch.bool)
-    marks[list(silenced)] = True
-    ids = torch.randint(0, 100, (length,), generator=g).tolist()
-    return DumpedResponse("?", "1", [1], ids, 1.5, marks, p, entropy, collision, 0.3)
+def make_responses(*rows: tuple[int, tuple]) -> RightResponses:
+    """A row for each (length, silenced places); a prompt of one token stands before it."""
+    width = 1 + max((length for length, _ in rows), default=0)
+    g = torch.Generator().manual_seed(0)
+    p, entropy, collision = torch.rand(3, len(rows), width, generator=g)
+    lengths = torch.tensor([length for length, _ in rows]).view(-1, 1)
+    silenced = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, (_, places) in enumerate(rows):
+        silenced[row, [1 + place for place in places]] = True
+    return RightResponses(
+        ids=torch.randint(0, 100, (len(rows), width), generator=g),
+        mask=(torch.arange(width) >= 1) & (torch.arange(width) <= lengths),
+        advantages=torch.full((len(rows),), 1.5),
+        silenced=silenced,
+        p=p,
+        entropy=entropy,
+        collision=collision,
+        tau_h=0.3 + torch.arange(len(rows), dtype=torch.float64) / 777,
+        problems=["?"] * len(rows),
+        answers=["1"] * len(rows),
+    )
 
 
-def dump_of(responses: list[DumpedResponse], decode=str, **more) -> dict:
+def dump_of(responses: RightResponses, decode=str, **more) -> dict:
     """A dump in which the likeliest words are numbers; `calls` counts the forwards."""
     calls = []
 
@@ -117,18 +131,17 @@ def test_likeliest_in_chunks_is_a_softmax_of_plain_logits(random_model, monkeypa
     ],
 )
 def test_a_long_response_is_cut_around_its_first_silenced_token(length, silenced, shown):
-    response = make_response(length, silenced)
-    places = window(response)
-    assert (places.start, places.stop) == shown
-    dump = dump_of([response])
+    responses = make_responses((length, silenced))
+    dump = dump_of(responses)
     found = dump["responses"][0]
-    here = slice(*shown)
-    assert dump["calls"] == [([1, *response.ids[: shown[1]]], shown[1] - shown[0])]
+    here = slice(1 + shown[0], 1 + shown[1])  # behind the prompt's token
+    (ids,) = responses.ids.tolist()
+    assert dump["calls"] == [(ids[: here.stop], shown[1] - shown[0])]
     assert (found["start"], found["length"]) == (shown[0], length)
-    assert found["token"] == [str([i]) for i in response.ids[here]]
-    assert found["p"] == pytest.approx(response.p[here].tolist(), rel=1e-5)
+    assert found["token"] == [str([i]) for i in ids[here]]
+    assert found["p"] == pytest.approx(responses.p[0, here].tolist(), rel=1e-5)
     assert [shown[0] + t for t, s in enumerate(found["silenced"]) if s] == [
-        t for t in silenced if t in places
+        t for t in silenced if t in range(*shown)
     ]
     assert found["likeliest"][2][4][0] == "[14]"
 
@@ -136,39 +149,36 @@ def test_a_long_response_is_cut_around_its_first_silenced_token(length, silenced
 def test_responses_with_silenced_tokens_are_chosen_first_over_all_ranks(monkeypatch):
     """Three ranks, played one after the other: first to see what each brings, then to decide."""
     brought, chosen = [], []
-    responses = [
-        [make_response(i % 5, (0,) if i % 5 and i % 3 == r else (), i) for i in range(13)]
-        for r in range(3)
-    ]
+    silenced = torch.zeros(3, 13, 4, dtype=torch.bool)  # of each rank: 13 responses
+    for row in range(13):
+        silenced[row % 3, row, row % 4] = row % 5 > 0  # ten are marked
     for r in range(3):
         monkeypatch.setattr(dumps, "rank", lambda r=r: r)
         monkeypatch.setattr(dumps, "all_list", lambda mine: brought.append(mine) or [])
-        responses_to_show(responses[r], torch.Generator().manual_seed(r))
+        rows_to_show(silenced[r], torch.Generator().manual_seed(r))
     for r in range(3):
         monkeypatch.setattr(dumps, "rank", lambda r=r: r)
         monkeypatch.setattr(dumps, "all_list", lambda mine: brought)
-        chosen.append(responses_to_show(responses[r], torch.Generator().manual_seed(r)))
-    everyone = [response for rank in responses for response in rank]
-    marked = [r for r in everyone if r.silenced.any()]
-    assert len(marked) == 10 and sum(map(len, chosen)) == dumps.RESPONSES
-    assert sum(r.silenced.any() for rank in chosen for r in rank) == len(marked)
-    assert all(r.ids for rank in chosen for r in rank)
-    assert all(any(r is mine for mine in responses[i]) for i in range(3) for r in chosen[i])
+        chosen.append(rows_to_show(silenced[r], torch.Generator().manual_seed(r)))
+    assert silenced.any(2).sum() == 10 and sum(map(len, chosen)) == dumps.RESPONSES
+    assert sum(int(silenced[r, i].any()) for r in range(3) for i in chosen[r]) == 10
+    assert all(len(set(rows)) == len(rows) for rows in chosen)
 
 
 def test_a_rank_without_responses_keeps_in_step(monkeypatch):
     monkeypatch.setattr(dumps, "all_max", lambda value: 3)
-    dump = dump_of([])
+    dump = dump_of(make_responses())
     assert dump["tokens"] == dump["responses"] == [] and len(dump["calls"]) == 3
     assert all(len(ids) > count for ids, count in dump["calls"])
 
 
 def test_the_largest_dump_is_as_large_as_the_docstring_says():
     """Words of eight characters. A tau_h that is none becomes null, as JSON has no infinity."""
-    responses = [make_response(2_000, (i,), i)._replace(tau_h=0.3 + i / 777) for i in range(40)]
+    responses = make_responses(*((2_000, (i,)) for i in range(40)))
     dump = dump_of(responses, decode=lambda ids: " because")
     assert (len(dump["tokens"]), len(dump["responses"])) == (20_000, 20)
     assert 6.5e6 < len(json.dumps(dump | {"calls": 0})) < 7.5e6
     assert dump_of(responses, decode=lambda ids: " because") == dump
-    other = dump_of([responses[0]._replace(tau_h=-math.inf)])
+    none = torch.tensor([-math.inf], dtype=torch.float64)
+    other = dump_of(make_responses((9, ()))._replace(tau_h=none))
     assert other["tokens"][0]["tau_h"] is other["responses"][0]["tau_h"] is None

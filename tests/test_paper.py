@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, responses_of
 from reference import drawn, logit_stats, method_loss, row_logits, row_stats
 from transformers import AutoModelForCausalLM
 
@@ -246,19 +246,16 @@ RUN = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 3 --ba
     --weight_decay 20 --grad_clip 0.05 --tau_p 0.4 --q 0.5 --tokens_per_micro_batch 300"""
 
 
-def replay_update(model, reference, optimizer, episodes, old, cfg) -> dict[str, float]:
-    """One optimiser step on a mini-batch, and the sums behind its metrics."""
-    rewards = [e.reward for e in episodes]
+def replay_update(model, reference, optimizer, responses, rewards, old_logp, cfg):
+    """One optimiser step on a mini-batch, and the sums behind its metrics: a dict of floats."""
     groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
     means = [statistics.mean(group) for group in groups for _ in group]
     stds = [statistics.stdev(group) or 1.0 for group in groups for _ in group]
     advantages = [(r - mean) / std for r, mean, std in zip(rewards, means, stds)]
-    responses = [e.response for e in episodes]
     with torch.no_grad():
         kl = responses if cfg.method == "grpo" else []
         ref_logp = [row_stats(reference, response)[0] for response in kl]
     options = {key: getattr(cfg, key) for key in ("method", "tau_p", "q", "quantile_over", "beta")}
-    old_logp = [old[id(e)] for e in episodes]
     loss, sums = method_loss(model, responses, advantages, old_logp, ref_logp=ref_logp, **options)
     optimizer.zero_grad()
     loss.backward()
@@ -274,13 +271,17 @@ def replay(collected, cfg):
     model, reference = (AutoModelForCausalLM.from_pretrained(TINY) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=cfg.weight_decay)
     lines = []
-    for step, mini_batches in enumerate(collected, start=1):
+    for step, (responses, rewards) in enumerate(collected, start=1):
         with torch.no_grad():
-            old = {id(e): row_stats(model, e.response)[0] for batch in mini_batches for e in batch}
+            old_logp = [row_stats(model, response)[0] for response in responses]
         lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / cfg.warmup_steps)
-        updates = [replay_update(model, reference, optimizer, b, old, cfg) for b in mini_batches]
+        updates = []
+        for start in range(0, len(responses), 16):  # 4 prompts of 4 responses
+            part = slice(start, start + 16)
+            rows = responses[part], rewards[part], old_logp[part]
+            updates.append(replay_update(model, reference, optimizer, *rows, cfg))
         total = {key: sum(update[key] for update in updates) for key in updates[0]}
-        tokens = sum(len(e.response.ids) for batch in mini_batches for e in batch)
+        tokens = sum(len(response.ids) for response in responses)
         line = {"tokens": tokens, "candidates": total["candidates"], "silenced": total["silenced"]}
         line |= {"silenced_fraction": total["silenced"] / tokens, "lr": lr}
         line |= {key: total[key] / total["tokens"] for key in ("clip_low", "clip_high")}
@@ -303,20 +304,20 @@ def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, 
     collected, looked_at, collect, look = [], [], stapo.collect, stapo.statistics_pass
     spy = lambda *x: (collected.append(collect(*x)), collected[-1])[1]  # noqa: E731
     monkeypatch.setattr(stapo, "collect", spy)
-    spy_look = lambda *x: (looked_at.append(x[1]), look(*x))[1]  # noqa: E731
+    spy_look = lambda *x: (looked_at.append(x[1].seeds.tolist()), look(*x))[1]  # noqa: E731
     monkeypatch.setattr(stapo, "statistics_pass", spy_look)
     stapo.main([*RUN.split(), *flags.split(), "--output", str(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    later = [batch for batches in collected for batch in batches[1:]]
-    assert [id(b) for b in looked_at] == [id(b) for b in later] and len(later) == 9
+    later = [batch.seeds[i : i + 16].tolist() for batch, _ in collected for i in (16, 32, 48)]
+    assert looked_at == later and len(later) == 9
+    collected = [(responses_of(batch), [s["reward"] for s in rows]) for batch, rows in collected]
     held = json.loads((tmp_path / "config.json").read_text())
     cfg = stapo.Config(**{name: held[name] for name in asdict(stapo.Config())})
     model, expected = replay(collected, cfg)
     within = {"candidates": 1, "silenced": 1, "lr": 0}
-    for line, wanted, batches in zip(lines, expected, collected, strict=True):
+    for line, wanted, (responses, _) in zip(lines, expected, collected, strict=True):
         close = {k: pytest.approx(v, rel=0.01, abs=within.get(k, 2e-4)) for k, v in wanted.items()}
         assert {key: line[key] for key in wanted} == close
-        responses = [e.response for batch in batches for e in batch]
         cut = [len(r.ids) == 48 and r.ids[-1] != 0 for r in responses]
         assert line["truncated_fraction"] == sum(cut) / len(cut)
     if cfg.method == "stapo":

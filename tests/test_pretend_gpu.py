@@ -30,14 +30,17 @@ except RuntimeError:
 with distributed.session("waits"):  # of a micro-batch
     model = rollout.load_policy("tests/tiny")
     responses = [rollout.Response([5, 6], [7] * length, True, "") for length in (9, 4)]
-    old = rollout.response_stats(model, responses, 100)
-    batch = [stapo.Episode({}, r, 1.0, 0.5, seed=0, old=s) for r, s in zip(responses, old)]
-    keep = [torch.ones(len(r.ids), dtype=torch.bool) for r in responses]
+    ids, attention, mask = rollout.pad_batch(responses)
+    lengths = attention.sum(1)
+    ones = torch.ones(2)
+    old = rollout.response_stats(model, ids, mask, lengths, 100)
+    batch = stapo.Batch(ids, mask, lengths, old, None, ones, ones, ones > 1, lengths)
     waits = lambda: getattr(torch.cuda, "waits", 0)  # a real GPU does not count them
     for _ in "12":  # the first makes what stays
         before = waits()
-        stats, mask = rollout.batch_stats(model, responses, logp_only=True)
-        stapo.batch_loss(batch, keep, stats.logp, mask, 1.0, stapo.Config())[0].backward()
+        micro = batch.rows(torch.tensor([0, 1]))
+        logp = rollout.batch_stats(model, micro.ids, micro.mask, logp_only=True).logp
+        stapo.objective(micro, micro.mask, logp, 1.0, stapo.Config())[0].backward()
     # transformers waits once: it looks for rows that are packed
     assert waits() - before <= 1, waits() - before
 for line in FLAGS.strip().splitlines():

@@ -117,6 +117,12 @@ def test_token_stats_against_float64(random_model, tied, side):
         )
 
 
+def scores(model, responses) -> rollout.TokenStats:
+    """The statistics of these responses, in micro-batches of 100 tokens."""
+    ids, attention, mask = rollout.pad_batch(responses)
+    return rollout.response_stats(model, ids, mask, attention.sum(1), 100)
+
+
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 ROPES = {
     "default": {},
@@ -135,9 +141,7 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
     model = rollout.with_methods(transformers.LlamaForCausalLM(config).eval())
     short = Response([5, 6], list(range(20, 28)), False, "")
     long = Response([5], [7] * 39, True, "")
-    alone, beside = (
-        rollout.response_stats(model, rows, 100)[0].logp for rows in ([short], [short, long])
-    )
+    alone, beside = (scores(model, rows).logp[0, 2:10] for rows in ([short], [short, long]))
     depends = kind in ("dynamic", "longrope")
     assert (float((alone - beside).abs().max()) > 1e-3) == depends
     model.save_pretrained(tmp_path)

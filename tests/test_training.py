@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, padded, responses_of, to_batch
 from datasets import Dataset
 from ranks import launch
 from reference import method_loss, row_stats
@@ -19,36 +19,51 @@ import eval as evaluation
 import rollout
 import stapo
 from rollout import Response, TokenStats
-from stapo import Config, Episode, make_selection, micro_batches, update
+from stapo import Config, micro_batches, update
 from support import bookkeeping
 from support.seeds import generator, mix_seed
 
 
-def make_episodes(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-"), drift=0.3):
+def make_mini_batch(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-"), drift=0.3):
     """Groups of random responses, rewards as the strings say, and their statistics under `model`.
 
-    pi_old differs from the current policy by `drift`, so that ratios are not all 1.
+    pi_old differs from the current policy by `drift`, so that ratios are not all 1. The reference
+    of GRPO's KL is 0.2 nats below the current policy.
     """
     g = torch.Generator().manual_seed(seed)
-    episodes, current = [], []
+    responses, advantages, old, current = [], [], [], []
     for group in groups:
         rewards = torch.tensor([[1.0 if sign == "+" else -1.0 for sign in group]])
-        for reward, advantage in zip(rewards[0], stapo.group_advantages(rewards)[0]):
+        for advantage in stapo.group_advantages(rewards)[0].tolist():
             lengths = [int(torch.randint(1, high, (1,), generator=g)) for high in (9, 25)]
             prompt, ids = (torch.randint(2, 100, (n,), generator=g).tolist() for n in lengths)
-            response = Response(prompt, ids, False, "")
-            stats = plain_stats(model, response)
-            old = stats._replace(logp=stats.logp + drift * torch.randn(len(ids), generator=g))
-            number = mix_seed(seed, len(episodes))
-            episodes.append(Episode({}, response, float(reward), float(advantage), number, old))
-            current.append(stats)
-    return episodes, current
+            responses.append(Response(prompt, ids, False, ""))
+            advantages.append(advantage)
+            current.append(plain_stats(model, responses[-1]))
+            shift = drift * torch.randn(len(ids), generator=g)
+            old.append(current[-1]._replace(logp=current[-1].logp + shift))
+    seeds = [mix_seed(seed, i) for i in range(len(responses))]
+    batch = to_batch(responses, advantages, old, seeds)
+    current = TokenStats(*(padded(rows, batch.mask) for rows in zip(*current)))
+    return replace(batch, ref_logp=current.logp - 0.2), current
 
 
 @torch.no_grad()
 def plain_stats(model, response) -> TokenStats:
     """The statistics of a response, without rollout.py: (T,) float32 each."""
     return TokenStats(*(stats.float() for stats in row_stats(model, response)))
+
+
+def ragged(values, mask) -> list[torch.Tensor]:
+    """(B, L) -> the response tokens of each row."""
+    return [row[here] for row, here in zip(values, mask)]
+
+
+def choose(batch, stats, **flags):
+    """What the method keeps of a mini-batch, and the counts behind its metrics."""
+    cfg = Config(**flags)
+    choice = stapo.METHODS[cfg.method].choose(batch, stats, cfg)
+    return choice, stapo.count_tokens(batch, stats, choice)
 
 
 class Frozen:
@@ -65,36 +80,32 @@ class Frozen:
         self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
 
 
-def gradient_of(model, episodes, current, **flags):
+def gradient_of(model, batch, current, **flags):
     """The gradient of an update, and its metrics."""
     cfg, optimizer = Config(grad_clip=math.inf, **flags), Frozen(model)
-    selection = make_selection(episodes, current, cfg)
-    totals = update(model, optimizer, episodes, selection, cfg)
-    counts = {key: getattr(selection, key) for key in ("candidates", "silenced")}
-    return optimizer.gradient, totals | counts
+    choice, counts = choose(batch, current, **flags)
+    totals = update(model, optimizer, batch, choice.keep, counts, cfg)
+    return optimizer.gradient, totals | {key: counts[key] for key in ("candidates", "silenced")}
 
 
-def assert_update_is_the_reference(model, episodes, current, options, **flags):
+def assert_update_is_the_reference(model, batch, current, options, **flags):
     """The gradient, the loss and every sum of update() against the objective's definition.
 
     options go to the reference, flags to the project.
     """
-    columns = [[getattr(e, name) for e in episodes] for name in ("response", "advantage")]
-    old_logp = [e.old.logp for e in episodes]
-    given = {"noise": [noise_of(e) for e in episodes], "ref_logp": [e.ref_logp for e in episodes]}
+    columns = responses_of(batch), batch.advantages.tolist(), ragged(batch.old.logp, batch.mask)
+    lengths = [len(response.ids) for response in columns[0]]
+    draws = [generator(seed, "noise") for seed in batch.seeds.tolist()]  # a lot for each token
+    noise = [torch.rand(n, generator=draw) for n, draw in zip(lengths, draws)]
     model.zero_grad()
-    loss, sums = method_loss(model, *columns, old_logp, **given, **options)
+    given = {"noise": noise, "ref_logp": ragged(batch.ref_logp, batch.mask)}
+    loss, sums = method_loss(model, *columns, **given, **options)
     loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
-    got, totals = gradient_of(model, episodes, current, **flags)
+    got, totals = gradient_of(model, batch, current, **flags)
     assert {key: totals[key] for key in sums} == pytest.approx(sums, rel=1e-4)
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
     return totals
-
-
-def noise_of(e: Episode) -> torch.Tensor:
-    """The random method's numbers: one a token, from a generator of the response's own."""
-    return torch.rand(len(e.response.ids), generator=generator(e.seed, "noise"))
 
 
 @pytest.fixture
@@ -107,12 +118,13 @@ def model(random_model):
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_update_is_one_loss_over_the_mini_batch(model, budget, shuffled):
     """For every micro-batch size and order; zero-advantage groups are skipped, yet counted."""
-    made = list(zip(*make_episodes(model)))
+    batch, current = make_mini_batch(model)
     if shuffled:
-        made = [made[i] for i in torch.randperm(len(made)).tolist()]
+        order = torch.randperm(len(batch.ids))
+        batch, current = batch.take(order), TokenStats(*(values[order] for values in current))
     options = {"method": "stapo", "tau_p": 0.005}  # pi_old has one token fewer below it
     flags = options | {"tokens_per_micro_batch": budget}
-    totals = assert_update_is_the_reference(model, *map(list, zip(*made)), options, **flags)
+    totals = assert_update_is_the_reference(model, batch, current, options, **flags)
     assert totals["silenced"] > 3
 
 
@@ -131,16 +143,15 @@ def test_update_is_one_loss_over_the_mini_batch(model, budget, shuffled):
 )
 def test_baselines_are_the_table(model, options):
     """Which tokens carry a gradient and what they are divided by, from the definitions."""
-    episodes, current = make_episodes(model, seed=1)
-    as_stapo, keep = (
-        torch.cat(make_selection(episodes, current, Config(method=method)).keep)
-        for method in ("stapo", options["method"])
-    )
-    episodes = [replace(e, ref_logp=s.logp - 0.2) for e, s in zip(episodes, current)]
+    batch, current = make_mini_batch(model, seed=1)
     flags = options | {"tokens_per_micro_batch": 100}
-    totals = assert_update_is_the_reference(model, episodes, current, options, **flags)
+    totals = assert_update_is_the_reference(model, batch, current, options, **flags)
     if options["method"] in ("high-entropy", "random"):  # as many as STAPO, and others
-        assert totals["silenced"] == (~as_stapo).sum() > 3 and not torch.equal(keep, as_stapo)
+        (as_stapo, counts), (own, _) = (
+            choose(batch, current, method=method) for method in ("stapo", options["method"])
+        )
+        assert totals["silenced"] == counts["silenced"] > 3
+        assert not torch.equal(own.keep, as_stapo.keep)
 
 
 def spied(model) -> list[int]:
@@ -156,23 +167,23 @@ def spied(model) -> list[int]:
 def test_skipped_responses_stay_in_the_denominator(model):
     """Two more groups without a gradient: the same direction, a smaller share."""
     groups = ("+--", "++-")
-    few, _ = gradient_of(model, *make_episodes(model, groups=groups))
-    episodes, current = make_episodes(model, groups=(*groups, "---", "+++"))
+    few, _ = gradient_of(model, *make_mini_batch(model, groups=groups))
+    batch, current = make_mini_batch(model, groups=(*groups, "---", "+++"))
     seen = spied(model)
-    many, totals = gradient_of(model, episodes, current)
-    lengths = [len(e.response.ids) for e in episodes]
-    kept = sum(lengths) - totals["silenced"]
+    many, totals = gradient_of(model, batch, current)
+    kept = int(batch.mask.sum()) - totals["silenced"]
     assert sum(seen) == 6  # the six responses that have an advantage
-    torch.testing.assert_close(many * kept, few * (kept - sum(lengths[6:])), rtol=1e-3, atol=1e-4)
+    before = kept - int(batch.mask[6:].sum())
+    torch.testing.assert_close(many * kept, few * before, rtol=1e-3, atol=1e-4)
 
 
 def test_nothing_to_learn_still_steps_the_optimiser(model):
     """A zero gradient is not a missing one: AdamW decays the weights."""
-    episodes, current = make_episodes(model, groups=("---", "+++"))
+    batch, current = make_mini_batch(model, groups=("---", "+++"))
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    selection = make_selection(episodes, current, Config())
-    totals = update(model, optimizer, episodes, selection, Config())
+    choice, counts = choose(batch, current)
+    totals = update(model, optimizer, batch, choice.keep, counts, Config())
     assert totals["loss"] == 0 and totals["grad_norm"] == 0
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] * (1 - 0.001))
@@ -181,32 +192,37 @@ def test_nothing_to_learn_still_steps_the_optimiser(model):
 def test_not_finite_is_skipped(model):
     """NaN in a ratio, or in an entropy alone, which would make every quantile NaN."""
     for spoil in ("old", "current"):
-        episodes, current = make_episodes(model)
-        (episodes[0].old.logp if spoil == "old" else current[0].entropy)[0] = math.nan
-        optimizer, selection = Frozen(model), make_selection(episodes, current, Config())
-        assert not update(model, optimizer, episodes, selection, Config())["finite"]
+        batch, current = make_mini_batch(model)
+        spoiled = batch.old.logp if spoil == "old" else current.entropy
+        spoiled[0, int(batch.mask[0].nonzero()[0])] = math.nan
+        optimizer, (choice, counts) = Frozen(model), choose(batch, current)
+        assert not update(model, optimizer, batch, choice.keep, counts, Config())["finite"]
         assert optimizer.steps == 0
 
 
 def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model):
-    episodes, _ = make_episodes(model)
+    batch, _ = make_mini_batch(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     rows = spied(model)
     for flags, fresh in (
-        ({"method": "justrl"}, lambda e: False),
-        ({"method": "stapo"}, lambda e: e.advantage > 0),
-        ({"method": "20-entropy"}, lambda e: True),
-        ({"quantile_over": "all"}, lambda e: True),
+        ({"method": "justrl"}, lambda advantage: False),
+        ({"method": "stapo"}, lambda advantage: advantage > 0),
+        ({"method": "20-entropy"}, lambda advantage: True),
+        ({"quantile_over": "all"}, lambda advantage: True),
     ):
         rows.clear()
-        found = stapo.statistics_pass(model, episodes, Config(**flags))
-        assert sum(rows) == sum(map(fresh, episodes))
-        for e, stats in zip(episodes, found, strict=True):
-            expected = plain_stats(model, e.response) if fresh(e) else e.old
-            for got, wanted in zip(stats, expected):
-                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+        found = stapo.statistics_pass(model, batch, Config(**flags))
+        assert sum(rows) == sum(map(fresh, batch.advantages.tolist()))
+        for row, response in enumerate(responses_of(batch)):
+            here = batch.mask[row]
+            expected = [values[row][here] for values in batch.old]
+            if fresh(float(batch.advantages[row])):
+                expected = plain_stats(model, response)
+            for got, wanted in zip(found, expected):
+                torch.testing.assert_close(got[row][here], wanted, atol=1e-4, rtol=1e-4)
+                assert not got[row][~here].any()
 
 
 def test_the_token_at_the_threshold_is_kept(model):
@@ -215,24 +231,22 @@ def test_the_token_at_the_threshold_is_kept(model):
     The update is handed the mask and never compares again: its own entropies would differ by
     rounding, which is why it computes none.
     """
-    episodes, current = make_episodes(model, seed=20, drift=0)  # ratio 1: the clip hides nothing
-    selection = make_selection(episodes, current, Config())
-    assert (selection.candidates, selection.silenced) == (33, 24)
-    at = [stats.entropy == selection.tau_h for stats in current]
-    assert torch.cat(at).sum() == 1
-    assert all(keep[here].all() for keep, here in zip(selection.keep, at))
+    batch, current = make_mini_batch(model, seed=20, drift=0)  # ratio 1: the clip hides nothing
+    choice, counts = choose(batch, current)
+    assert (counts["candidates"], counts["silenced"]) == (33, 24)
+    at = batch.mask & (current.entropy == choice.tau_h)
+    assert at.sum() == 1 and choice.keep[at].all()
     asked, stats = [], model.token_stats
     model.token_stats = lambda *args, **options: (asked.append(options), stats(*args, **options))[1]
-    update(model, Frozen(model), episodes, selection, Config())
+    update(model, Frozen(model), batch, choice.keep, counts, Config())
     assert asked and all(options["logp_only"] for options in asked)
 
 
 def test_logp_only_gives_the_same_gradient_to_the_bit(model):
-    episodes, _ = make_episodes(model)
-    batch, found = rollout.pad_batch([e.response for e in episodes]), []
+    batch, found = make_mini_batch(model)[0], []
     for logp_only in (False, True):
         model.zero_grad()
-        stats = model.token_stats(*batch, logp_only=logp_only, chunk=7)
+        stats = model.token_stats(batch.ids, None, batch.mask, logp_only=logp_only, chunk=7)
         (
             stats.logp * torch.linspace(-1, 1, stats.logp.numel()).view_as(stats.logp)
         ).sum().backward()
@@ -253,49 +267,57 @@ def test_micro_batches_stay_within_the_budget(budget):
         assert len(batches) < 15  # and the budget is used
 
 
-@pytest.mark.parametrize("quantile_over", ["candidates", "all"])
-def test_choose_tokens_is_spurious_mask(quantile_over):
-    """Over the tokens of all responses in a row it silences what the function to copy silences."""
-    g = torch.Generator().manual_seed(0)
-    logp = -12 * torch.rand(40, 50, generator=g)
-    entropy = torch.rand(40, 50, generator=g).mul(10).round()  # so that many are tau_h itself
-    advantages = torch.randint(-1, 2, (40,), generator=g).float()
-    mask = torch.arange(50) < torch.randint(1, 51, (40, 1), generator=g)
-    tau_h = stapo.quantile(entropy[mask], 0.6) if quantile_over == "all" else None
-    options = {"tau_p": 0.01, "q": 0.6}
-    silenced = stapo.spurious_mask(logp, advantages, entropy, mask, **options, tau_h=tau_h)
-    flat = logp[mask], advantages[:, None].expand_as(mask)[mask], entropy[mask]
-    options |= {"quantile_over": quantile_over}
-    keep, candidates, _ = stapo.choose_tokens("stapo", *flat, None, **options)
-    assert (keep == ~silenced[mask]).all() and 0 < silenced.sum() < candidates.sum()
-
-
 def test_the_example_of_micro_batches():
     assert micro_batches([3, 9, 4, 2], budget=9) == [[1], [2, 0], [3]]
     assert micro_batches([12, 3], budget=9) == [[0], [1]]
 
 
-def test_the_example_of_make_selection():
+def test_the_example_of_silence_spurious():
     """Two candidates, of which the quantile leaves the one of high entropy."""
     rows = (0.71, [0.9, 0.001, 0.001], [0.2, 0.1, 1.5]), (-0.71, [0.001], [0.1])
-    episodes, stats = [], []
-    for advantage, p, entropy in rows:
-        stats.append(TokenStats(torch.tensor(p).log(), torch.tensor(entropy), None))
-        response = Response([3], [4] * len(p), False, "")
-        episodes.append(Episode({}, response, 1.0, advantage, 0, stats[-1]))
-    selection = make_selection(episodes, stats, Config())
-    assert [keep.tolist() for keep in selection.keep] == [[True, False, True], [True]]
-    assert selection.tau_h == pytest.approx(1.15)
-    counts = selection.denominator, selection.tokens, selection.candidates, selection.silenced
-    assert counts == (3, 4, 2, 1)
+    advantages, p, entropy = zip(*rows)
+    stats = [TokenStats(*map(torch.tensor, (a, b, b))) for a, b in zip(p, entropy)]
+    stats = [one._replace(logp=one.logp.log()) for one in stats]
+    batch = to_batch([Response([3], [4] * len(x), False, "") for x in p], advantages, stats)
+    choice, counts = choose(batch, batch.old)
+    assert [keep.tolist() for keep in ragged(choice.keep, batch.mask)] == [
+        [True, False, True],
+        [True],
+    ]
+    assert choice.tau_h == pytest.approx(1.15) and not choice.keep[~batch.mask].any()
+    assert counts == {
+        "responses": 2,
+        "tokens": 4,
+        "kept": 3,
+        "candidates": 2,
+        "silenced": 1,
+        "not_finite": 0,
+    }
+
+
+@pytest.mark.parametrize("method", ["stapo", "high-entropy", "random"])
+def test_training_silences_what_spurious_mask_says(tmp_path, monkeypatch, method):
+    """The function to copy is the one that runs: replaced, it changes the metrics of a step."""
+    silenced, candidates = [], []
+    for all_of_them in (False, True):
+
+        def spurious_mask(logp, advantages, entropy, mask, *, tau_p, tau_h, found=all_of_them):
+            rare = mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
+            return rare if found else torch.zeros_like(rare)
+
+        monkeypatch.setattr(stapo, "spurious_mask", spurious_mask)
+        (line,) = run(tmp_path / str(all_of_them), f"--method {method} --steps 1 --tau_p 0.1")
+        silenced.append(line["silenced"])
+        candidates.append(line["candidates"])
+    assert silenced == [0, candidates[1]] and candidates[0] > 0
 
 
 @pytest.mark.parametrize(
     "ranks, expected",
-    [(1, ["a1 a2 b1 b2 | c1 c2 d1 d2"]), (2, ["a1 a2 | c1 c2", "b1 b2 | d1 d2"])],
+    [(1, ["a1 a2 b1 b2 c1 c2 d1 d2"]), (2, ["a1 a2 c1 c2", "b1 b2 d1 d2"])],
 )
 def test_the_example_of_collect(ranks, expected, monkeypatch):
-    """Which problem and member each rank's episodes are, as collect's docstring says."""
+    """Which problem and member each rank's rows are, as collect's docstring says."""
     problems = [{"problem": name, "answer": "", "prompt_ids": [i]} for i, name in enumerate("abcd")]
     monkeypatch.setattr(stapo, "batch_indices", lambda *_: [0, 1, 2, 3])
     monkeypatch.setattr(stapo, "world_size", lambda: ranks)
@@ -303,11 +325,9 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
     def sample(model, tokenizer, prompts, **_):
         return [Response(ids, [5], False, "") for ids in prompts]
 
-    stats = TokenStats(torch.zeros(1), torch.zeros(1), torch.zeros(1))
     monkeypatch.setattr(stapo, "sample", sample)
-    monkeypatch.setattr(
-        stapo, "response_stats", lambda model, responses, budget: [stats] * len(responses)
-    )
+    zeros = lambda model, ids, *_: TokenStats(*(torch.zeros(ids.shape) for _ in "123"))  # noqa: E731
+    monkeypatch.setattr(stapo, "response_stats", zeros)
     cfg = Config(batch_size=4, mini_batch_size=2, group_size=2)
     task = stapo.Task(None, problems, lambda text, row: 1.0, {}, {})
     seeds = {
@@ -315,19 +335,23 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
     }
     for rank, names in enumerate(expected):
         monkeypatch.setattr(stapo, "rank", lambda rank=rank: rank)
-        made = stapo.collect(torch.nn.Linear(1, 1), None, task, 7, cfg)
-        assert " | ".join(" ".join(seeds[e.seed] for e in part) for part in made) == names
-        for e in sum(made, []):
-            assert e.problem["problem"] == seeds[e.seed][0]
+        batch, samples = stapo.collect(torch.nn.Linear(1, 1), None, task, 7, cfg)
+        assert " ".join(seeds[seed] for seed in batch.seeds.tolist()) == names
+        assert [sample["problem"] for sample in samples] == [name[0] for name in names.split()]
+        assert batch.ids[:, 0].tolist() == ["abcd".index(name[0]) for name in names.split()]
+        parts = batch.split(2)  # views of the same memory, a mini-batch each
+        assert torch.equal(torch.cat([part.seeds for part in parts]), batch.seeds)
+        assert parts[1].ids.data_ptr() == batch.ids[len(batch.ids) // 2 :].data_ptr()
 
 
 def test_twenty_entropy_keeps_the_token_at_the_quantile():
     """Six tokens: the 0.8-quantile is the fifth entropy itself, which is kept (>=)."""
-    stats = TokenStats(torch.zeros(6), torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2]), None)
-    e = Episode({}, Response([3], [4] * 6, False, ""), 1.0, 1.0, 0, stats)
-    selection = make_selection([e], [stats], Config(method="20-entropy"))
-    assert selection.keep[0].tolist() == [False, False, True, False, True, False]
-    assert selection.denominator == 6 and selection.silenced == 0
+    zeros, entropy = torch.zeros(6), torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2])
+    response = Response([3], [4] * 6, False, "")
+    batch = to_batch([response], [1.0], [TokenStats(zeros, entropy, zeros)])
+    choice, counts = choose(batch, batch.old, method="20-entropy")
+    assert choice.keep[batch.mask].tolist() == [False, False, True, False, True, False]
+    assert counts["tokens"] == 6 and counts["silenced"] == 0
 
 
 # ------------------------------------------------------------------------------------ whole runs
@@ -353,26 +377,24 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
     assert first == again and first != other
 
 
-def test_steps_draw_new_problems_and_new_samples(tmp_path, monkeypatch):
+def test_steps_draw_new_problems_and_new_samples(tmp_path):
     """Two steps on the same eight problems: other order, other responses; later epochs too."""
     (tmp_path / "eight.jsonl").write_text(
         "".join(json.dumps({"problem": f"Q: {n}+7-3=?", "answer": str(n + 4)}) + "\n"
                 for n in range(2, 10))
     )  # fmt: skip
-    collected, collect = [], stapo.collect
-    spy = lambda *x: (collected.append(sum(collect(*x), [])), [collected[-1]])[1]  # noqa: E731
-    monkeypatch.setattr(stapo, "collect", spy)
-    run(tmp_path / "run", f"--data {tmp_path}/eight.jsonl --lr 0 --batch_size 8 --steps 3")
-    orders = [[e.problem["problem"] for e in episodes[::4]] for episodes in collected]
+    flags = f"--data {tmp_path}/eight.jsonl --lr 0 --batch_size 8 --steps 3 --log_samples 32"
+    run(tmp_path / "run", flags)
+    rows = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
+    steps = [rows[i : i + 32] for i in range(0, 96, 32)]
+    orders = [[row["problem"] for row in step[::4]] for step in steps]
     assert len(set(map(tuple, orders))) == 3 and all(len(set(order)) == 8 for order in orders)
-    answers = [
-        {e.problem["problem"]: e.response.ids for e in episodes[::4]} for episodes in collected
-    ]
+    answers = [{row["problem"]: row["response"] for row in step[::4]} for step in steps]
     assert answers[0] != answers[1] != answers[2]
-    for episodes in collected:  # groups are of one prompt, and differ
-        groups = [episodes[i : i + 4] for i in range(0, 32, 4)]
-        assert all(len({e.problem["problem"] for e in group}) == 1 for group in groups)
-        assert any(len({tuple(e.response.ids) for e in group}) > 1 for group in groups)
+    for step in steps:  # groups are of one prompt, and differ
+        groups = [step[i : i + 4] for i in range(0, 32, 4)]
+        assert all(len({row["problem"] for row in group}) == 1 for group in groups)
+        assert any(len({row["response"] for row in group}) > 1 for group in groups)
 
 
 def test_three_updates_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
@@ -413,19 +435,20 @@ def test_ten_steps_end_to_end(tmp_path, monkeypatch, capfd):
     assert model.dtype == torch.float32
     changed = [bool((a != b).any()) for a, b in zip(model.parameters(), start.parameters())]
     assert all(changed)
-    # the first line again, from the episodes and the definitions
-    episodes = [e for mini_batch in collected[0] for e in mini_batch]
-    entropy = torch.cat([plain_stats(start, e.response).entropy for e in episodes])
-    right = [e for e in episodes if e.reward > 0]
-    low = torch.cat([plain_stats(start, e.response).logp.exp() < 0.002 for e in right])
+    # the first line again, from the responses and the definitions
+    batch, samples = collected[0]
+    stats = [plain_stats(start, response) for response in responses_of(batch)]
+    entropy = torch.cat([one.entropy for one in stats])
+    right = [one for one, sample in zip(stats, samples, strict=True) if sample["reward"] > 0]
+    low = torch.cat([one.logp.exp() < 0.002 for one in right])
     line, close = lines[0], lambda x: pytest.approx(float(x), rel=1e-3, abs=1e-6)
-    assert line["tokens"] == len(entropy) == sum(len(e.response.ids) for e in episodes)
+    assert line["tokens"] == len(entropy) == batch.mask.sum()
     assert line["entropy"] == close(entropy.mean())
     assert line["entropy_p80"] == close(torch.quantile(entropy, 0.8))
     assert line["low_prob_fraction"] == close(low.float().mean())
     assert line["accuracy"] == len(right) / 16 and line["reward"] == 2 * line["accuracy"] - 1
     assert line["silenced_fraction"] == close(line["silenced"] / line["tokens"])
-    assert line["zero_advantage_fraction"] == sum(e.advantage == 0 for e in episodes) / 16
+    assert line["zero_advantage_fraction"] == sum(s["advantage"] == 0 for s in samples) / 16
     assert line["response_length"] == len(entropy) / 16 and line["lr"] == 1e-4
     assert "step 1, " in "".join(capfd.readouterr())  # a sample for the reader
 

@@ -12,7 +12,7 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, TINY, example, make_random_model
+from conftest import ROOT, TINY, example, make_random_model, responses_of, to_batch
 from ranks import launch
 from reference import candidates_and_silenced, plain_head, row_stats
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +25,7 @@ from rollout import (
     encode_prompt,
     load_model,
     load_tokenizer,
+    pad_batch,
     response_stats,
     sample,
 )
@@ -185,20 +186,20 @@ def test_a_quantile_or_a_count_of_each_micro_batch_would_be_seen(at_once, tmp_pa
 # -------------------------------------------------------------------------- the paper's own numbers
 
 
-def to_episodes(update) -> list[stapo.Episode]:
+def mini_batch(update) -> stapo.Batch:
     """The responses of a mini-batch, with the advantages and old log-probabilities TRL gave."""
-    episodes = []
+    responses, old = [], []
     for batch in update.slices:
         names = "prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
         for row in range(len(batch["advantages"])):
             prompt, prompt_mask, ids, mask = (batch[name][row] for name in names)
-            ids, old = ids[mask.bool()].tolist(), batch["old_per_token_logps"][row][mask.bool()]
-            own = Response(prompt[prompt_mask.bool()].tolist(), ids, False, "")
-            unknown = torch.full_like(old, 1e9)  # H under pi_old: not to be used
-            stats = TokenStats(old, unknown, unknown)
-            advantage = float(batch["advantages"][row])
-            episodes.append(stapo.Episode({}, own, 0.0, advantage, 0, stats))
-    return episodes
+            prompt, ids = prompt[prompt_mask.bool()].tolist(), ids[mask.bool()].tolist()
+            responses.append(Response(prompt, ids, False, ""))
+            logp = batch["old_per_token_logps"][row][mask.bool()]
+            unknown = torch.full_like(logp, 1e9)  # H under pi_old: not to be used
+            old.append(TokenStats(logp, unknown, unknown))
+    advantages = torch.cat([batch["advantages"] for batch in update.slices]).tolist()
+    return to_batch(responses, advantages, old)
 
 
 class Recorder(torch.optim.SGD):
@@ -215,11 +216,12 @@ def test_each_step_is_stapo_update(tmp_path):
     cfg = stapo.Config(tokens_per_micro_batch=200, grad_clip=1e9)
     for update, line in zip(trainer.seen, logged(trainer), strict=True):
         model.load_state_dict(update.weights, strict=False)
-        episodes, optimizer = to_episodes(update), Recorder(model.parameters())
-        stats = stapo.statistics_pass(model, episodes, cfg)
-        selection = stapo.make_selection(episodes, stats, cfg)
-        stapo.update(model, optimizer, episodes, selection, cfg)
-        assert selection.silenced == line["silenced"] < selection.candidates == line["candidates"]
+        batch, optimizer = mini_batch(update), Recorder(model.parameters())
+        stats = stapo.statistics_pass(model, batch, cfg)
+        choice = stapo.silence_spurious(batch, stats, cfg)
+        counts = stapo.count_tokens(batch, stats, choice)
+        stapo.update(model, optimizer, batch, choice.keep, counts, cfg)
+        assert counts["silenced"] == line["silenced"] < counts["candidates"] == line["candidates"]
         for ours, theirs in zip(optimizer.gradients, update.gradients.values(), strict=True):
             torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-5)
 
@@ -229,13 +231,11 @@ def test_the_mask_is_the_papers(at_once):
     model = load_model(str(TINY))
     for update, line in zip(at_once.seen, logged(at_once), strict=True):
         model.load_state_dict(update.weights, strict=False)
-        episodes, (batch,) = to_episodes(update), update.slices
+        whole, (batch,) = mini_batch(update), update.slices
         with torch.no_grad():
-            logp, entropy = (
-                torch.cat(x)
-                for x in list(zip(*(row_stats(model, e.response) for e in episodes)))[:2]
-            )
-        advantages = torch.cat([torch.full((len(e.response.ids),), e.advantage) for e in episodes])
+            stats = [row_stats(model, response) for response in responses_of(whole)]
+        logp, entropy, _ = map(torch.cat, zip(*stats))
+        advantages = whole.advantages.repeat_interleave(whole.mask.sum(1))
         paper = {"tau_p": 0.002, "q": 0.75, "quantile_over": "candidates"}
         found = candidates_and_silenced("stapo", logp, advantages, entropy, **paper)
         assert torch.equal(batch["keep"][batch["completion_mask"].bool()], ~found[1])
@@ -420,8 +420,9 @@ class Engine:
     def generate(self, prompts, **_):
         options = {"max_new_tokens": self.length, "temperature": self.temperature}
         drawn = sample(self.policy, self.tokenizer, prompts, **options)
-        logp = [stats.logp + self.offset for stats in response_stats(self.policy, drawn, 4096)]
-        logp = [[[x] for x in row.tolist()] for row in logp]
+        ids, attention, mask = pad_batch(drawn)
+        scored = response_stats(self.policy, ids, mask, attention.sum(1), 4096).logp + self.offset
+        logp = [[[x] for x in row[here].tolist()] for row, here in zip(scored, mask)]
         logp[0][0] = [None]  # vLLM's NaN
         return None, [response.ids for response in drawn], logp, None
 
