@@ -52,7 +52,7 @@ def test_plain_update_is_the_twin_of_update(monkeypatch):
     assert 0 < differences[-1] < 1e-5  # two computations: they round differently
     monkeypatch.setattr(bench, "error", compare)
     # With this loss responses with A = 0 have a gradient, too. The twin alone forwards them.
-    monkeypatch.setattr(stapo, "batch_loss", lambda *args: (args[2].sum(), {}))
+    monkeypatch.setattr(stapo, "objective", lambda *args: (args[2].sum(), {}))
     with pytest.raises(RuntimeError, match="not have the same gradient"):
         next(bench.update(quick=True))
 
@@ -79,7 +79,7 @@ def test_both_rollouts_obey_the_schedule_and_sample_the_words(model):
 
 @pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed")
 def test_step_does_the_same_work_as_trl():
-    assert next(bench.step(quick=True))["value"] > 0
+    assert next(bench.step(quick=True))[1] > 0
 
 
 # ---------------------------------------- the counted step
@@ -126,15 +126,14 @@ def tensors_in(tree) -> list[torch.Tensor]:
 @pytest.fixture
 def count(monkeypatch):
     """count(call) -> Count; attention and RMSNorm are one kernel each, as on CUDA."""
-    count = Count()
-    attention = lambda q, k, v, attn_mask=None, **_: count.kernel(q, q, k, v, attn_mask)  # noqa: E731
-    norm = lambda x, _shape, weight, _eps: count.kernel(x, weight, x)  # noqa: E731
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", norm)
 
     def counted(call) -> Count:
-        count.kernels = count.bytes = 0
-        with count, torch.no_grad():
+        count = Count()
+        attention = lambda q, k, v, attn_mask=None, **_: count.kernel(q, q, k, v, attn_mask)  # noqa: E731
+        norm = lambda x, _shape, weight, _eps: count.kernel(x, weight, x)  # noqa: E731
+        with monkeypatch.context() as patch, count, torch.no_grad():
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+            patch.setattr(torch.nn.functional, "rms_norm", norm)
             call()
         return count
 
@@ -336,9 +335,9 @@ def test_cuda_benchmark(name, monkeypatch):
     monkeypatch.setattr(bench, "left_out", lambda what, why: reasons.append(f"{what}: {why}"))
     bench.distributed.start()
     try:
-        for line in bench.BENCHES[name](quick=False):
-            print(f"\n{bench.table_line(line, bars=False)}", end="", flush=True)
-            values.append(line["value"])
+        for what, value in bench.BENCHES[name](quick=False):
+            print(f"\n{what}: {value:.3g}", end="", flush=True)
+            values.append(value)
     finally:
         bench.distributed.finish()
     print(*("", *reasons), sep="\n")
