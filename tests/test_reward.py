@@ -362,7 +362,7 @@ def test_rewards():
 @needs_benchmarks
 def test_spellings_of_all_gold_answers():
     right, wrong = spellings.cases()
-    assert len(spellings.golds()) == 1546 and len(right) > 40_000 and len(wrong) > 40_000
+    assert len(spellings.golds()) == 1546 and len(right) > 25_000 and len(wrong) > 25_000
     # A part of them keeps the suite short; `python tests/spellings.py` grades them all.
     right, wrong = (random.Random(0).sample(part, 20_000) for part in (right, wrong))
     refused = [c for c in right if not is_correct(boxed(c[2]), c[1])]
@@ -396,10 +396,8 @@ def test_agreement_and_speed_against_math_verify():
 def test_hostile_input_is_refused_quickly():
     for name, text in spellings.HOSTILE.items():
         assert is_correct(boxed(text), "123") is False, name
-    # The better of two tries: a busy machine is no fault of the grader.
-    tries = [spellings.hostile_seconds(is_correct) for _ in range(2)]
-    for name in tries[0]:
-        assert min(t[name] for t in tries) < 0.1, name
+    for name, slowest in spellings.hostile_seconds(is_correct).items():
+        assert slowest < 0.1, name
 
 
 def test_not_strings():
