@@ -113,12 +113,12 @@ def _factorial(x):
 def _floor(x, constant: bool):
     """The floor of a constant, and a smooth stand-in for the floor of an expression with variables.
 
-    It keeps floor(x + 1) = floor(x) + 1, and differs where the arguments do: a true floor would
-    hide whether m or m + 1 is divided by 50.
+    It keeps floor(x + 1) = floor(x) + 1, and differs where the arguments do: the true floors of
+    m / 50 and (m + 1) / 50 agree at most points.
     """
     if constant:
         return math.floor(x if _exact(x) else x + TOLERANCE)  # log(1000) / log(10) counts as 3
-    return x - 0.5 + cmath.cos(2 * math.pi * x) / math.pi
+    return x + cmath.cos(2 * math.pi * x)
 
 
 # What names a value on the left of an equation, n for a name and 1 for a number: x, f(n), (x, y)

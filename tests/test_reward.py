@@ -49,6 +49,8 @@ EQUAL = r"""
 {16 \choose 2} | 120
 \frac{d !}{2 k(d-k) !} | \frac{d!}{2k \cdot (d-k)!}
 2n-2 | 2(n-1)
+--5 | 5
+2^3^2 | 512
 \frac{n(n+1)}{2} | \frac{n^2+n}{2}
 (n-2) 2^{n} | 2^n n - 2^{n+1}
 e^{i\pi} | -1
@@ -68,7 +70,7 @@ np.arcsin(10/13) | \sin^{-1}\left(\frac{10}{13}\right)
 \sqrt{x^2} | x
 (3/7)^{1300} (11/5)^{900} | (11/5)^{900} (3/7)^{1300}
 \lfloor n/3 \rfloor + 1 | \lfloor (n+3)/3 \rfloor
-\lfloor 5.5 \rfloor + \lceil \log_2 8 \rceil | 8
+\lfloor 5.5 \rfloor + \lfloor \log_{10} 1000 \rfloor | 8
 -\lfloor -x \rfloor | \lceil x \rceil
 \mathbf{v} + \vec{a} t | v + a t
 \lambda_{\text {red}} | \lambda_{red}
@@ -133,7 +135,7 @@ x \in \mathbb{R} | (-\infty,\infty)
 \text{north-west} | Northwest
 NO = 4 | 4
 \\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
-\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
 """
 DIFFERENT = r"""
 1.5 | 1.50001
@@ -146,6 +148,7 @@ DIFFERENT = r"""
 NaN | 1
 3!! | 720
 n^2! | (n^2)!
+n^2! | n^{(2!)}
 (1,2) | (2,1)
 (1,2) | [1,2]
 (1,2] | (1,2)
@@ -206,6 +209,7 @@ a < 0 \text{ and } a > 1 | (-\infty,0)\cup(1,\infty)
 1.7 \cdot 10^{300} | \infty
 2[1,2] | [2,4]
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 2 & 1 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
 \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
 \begin{bmatrix} 1 & 2 \\ 3 & 4 & 5 & 6 \end{bmatrix} | \begin{bmatrix} 1&2\\3&4\\5&6 \end{bmatrix}
