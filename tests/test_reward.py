@@ -29,6 +29,7 @@ EQUAL = r"""
 33.5 \text{ percent} | 33.5\%
 30^\circ | 30
 \$18.90 | 18.9
+$5.$ | 5
 15\mbox{ cm}^2 | 15
 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5
 3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
@@ -281,6 +282,14 @@ a, b, c | abc
 """
 
 
+VALUE_WORDS = """
+least most about approximately around roughly nearly almost between more less fewer greater larger
+smaller over under above below up not no without except minus plus negative squared cubed factorial
+multiple twice double triple half quarter perhaps maybe possibly zero one two three four five six
+seven eight nine ten third fifth tenth hundredth dozen hundred thousand million billion trillion
+""".split()
+
+
 def pairs(table: str) -> list[list[str]]:
     return [[x.strip() for x in line.split(" | ")] for line in table.strip().splitlines()]
 
@@ -302,6 +311,12 @@ def test_equal(a, b):
 @pytest.mark.parametrize("a, b", pairs(DIFFERENT))
 def test_different(a, b):
     assert not math_equal(a, b) and not math_equal(b, a)
+
+
+@pytest.mark.parametrize("word", VALUE_WORDS)
+def test_a_word_that_changes_the_value_is_no_unit(word):
+    assert not math_equal(rf"5 \text{{ {word}}}", "5") and not math_equal(f"0 {word}", "0")
+    assert not math_equal(rf"\text{{{word} }} 5", "5")
 
 
 @pytest.mark.parametrize(
