@@ -71,7 +71,7 @@ def kill() -> None:
 def lucky(model: str, prompt: str, noise: random.Random):
     """Right half of the time, by the seed: what a real sampler looks like from outside."""
     answer = 7 if noise.random() < 0.5 else noise.randint(8, 99)
-    return f"so \\boxed{{{answer}}}", noise.randint(5, 50), noise.random() < 0.1
+    return f"∴ \\boxed{{{answer}}}", noise.randint(5, 50), noise.random() < 0.1
 
 
 def write_problems(path: Path, count: int, gold: str = "7") -> str:
@@ -193,7 +193,7 @@ def run_and_read(output: Path, flags: list) -> tuple[dict, bytes]:
 def test_stopped_and_continued_equals_uninterrupted(tmp_path, monkeypatch, capfd, many, how):
     fake, parts = Scripted(monkeypatch, lucky), tmp_path / "parts"
     scores, whole = run_and_read(tmp_path / "whole", many)
-    assert len(fake.asked) == len(set(whole.splitlines())) == 56
+    assert len(fake.asked) == len(set(whole.splitlines())) == 56 == whole.count("∴".encode())
     fake.before = {56 + 37: terminate}
     with pytest.raises(SystemExit) as end:
         run(parts, *many)
