@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import BENCHMARKS, TINY
@@ -70,7 +71,7 @@ def kill() -> None:
 def lucky(model: str, prompt: str, noise: random.Random):
     """Right half of the time, by the seed: what a real sampler looks like from outside."""
     answer = 7 if noise.random() < 0.5 else noise.randint(8, 99)
-    return f"so \\boxed{{{answer}}}", noise.randint(5, 50), noise.random() < 0.1
+    return f"∴ \\boxed{{{answer}}}", noise.randint(5, 50), noise.random() < 0.1
 
 
 def write_problems(path: Path, count: int, gold: str = "7") -> str:
@@ -139,6 +140,9 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
     Scripted(monkeypatch, lucky)
     for benchmark in evaluation.BENCHMARKS:
         write_problems(tmp_path / f"{benchmark.key}.jsonl", 2)
+    (tmp_path / "amc23.jsonl").unlink()
+    rows = {"problem": ["problem 0", "problem 1"], "answer": ["7", "7"]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "amc23.parquet")
     scores = run(tmp_path / "out", "--data_dir", tmp_path)
     header, _, row = (tmp_path / "out" / "table.md").read_text().splitlines()[:3]
     titles = "AIME24 | AIME25 | AMC23 | MATH500 | Minerva | OlympiadBench | mean"
@@ -189,7 +193,7 @@ def run_and_read(output: Path, flags: list) -> tuple[dict, bytes]:
 def test_stopped_and_continued_equals_uninterrupted(tmp_path, monkeypatch, capfd, many, how):
     fake, parts = Scripted(monkeypatch, lucky), tmp_path / "parts"
     scores, whole = run_and_read(tmp_path / "whole", many)
-    assert len(fake.asked) == len(set(whole.splitlines())) == 56
+    assert len(fake.asked) == len(set(whole.splitlines())) == 56 == whole.count("∴".encode())
     fake.before = {56 + 37: terminate}
     with pytest.raises(SystemExit) as end:
         run(parts, *many)
@@ -483,6 +487,7 @@ def test_two_ranks_give_what_one_gives(held_out, tmp_path):
         (["--decoding", "0.5"], "--decoding 0.5: has to be"),
         (["--decoding=-1,1"], "--decoding -1,1: has to be"),
         (["--decoding", "1,0"], "--decoding 1,0: has to be"),
+        (["--decoding", "0.6,95"], "--decoding 0.6,95: has to be"),
         (["--decoding", "nan,1"], "--decoding nan,1: has to be"),
         (["--samples", "-2"], "--samples -2: has to be at least 0"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0: has to be at least 1"),
