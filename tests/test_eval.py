@@ -243,8 +243,9 @@ def test_what_ends_one_rank_costs_none_of_the_responses(
     parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)[1]
     codes = launch(scripted_rank, 3, tmp_path / "log", parts, many, {12: how})
     assert codes[2] == code and all(codes)
-    rows = b"".join(path.read_bytes() for path in parts.glob("samples*.jsonl"))
-    rows = rows.splitlines(keepends=True)
+    files = list(parts.glob("samples*.jsonl"))
+    assert len(files) == 3, "each rank has its own"
+    rows = b"".join(file.read_bytes() for file in files).splitlines(keepends=True)
     assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
     assert len({*rows} & {*whole.splitlines(keepends=True)}) == len(rows)
     codes = launch(scripted_rank, ranks_after, tmp_path / "log", parts, many, {})
