@@ -13,18 +13,17 @@ response that had ended is in the journal, and the same command continues there,
 ranks. So it is after a crash.
 """
 
-import contextlib
 import itertools
 import json
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +31,7 @@ import rollout
 from reward import extract_answer, is_correct
 from rollout import Model, Response, Tokenizer, encode_prompt, load_problems
 from support import distributed, progress
-from support.bookkeeping import Parser, Stopped, fingerprint, flag, stop
+from support.bookkeeping import Parser, Stopped, fingerprint, flag, stop, whole_rows, write_whole
 from support.distributed import rank, world_size
 from support.errors import InputError
 from support.seeds import mix_seed
@@ -79,46 +78,40 @@ class Config:
 
 
 def load_benchmarks(
-    names: list[str],
-    data_dir: str = "",
-    samples: int = 0,
-    limit: int = 0,
-    flag: str = "--benchmarks",
+    names: list[str], data_dir: str = "", samples: int = 0, limit: int = 0
 ) -> Suite:
-    """Benchmarks, by name or local file, with their problems; InputError names `flag`."""
+    """Benchmarks, by name or local file, with their problems. Raises InputError."""
     known, suite = {benchmark.key: benchmark for benchmark in BENCHMARKS}, {}
     for name in names:
         is_file = Path(name).suffix in (".jsonl", ".parquet")
         key = Path(name).stem if is_file else name
         if not is_file and key not in known:
-            raise InputError(f"{flag} {name}: neither a file nor one of {', '.join(known)}")
+            raise InputError(f"benchmark {name}: neither a file nor one of {', '.join(known)}")
         if key in [benchmark.key for benchmark in suite]:
-            raise InputError(f"{flag} {name}: there is a {key} before it")
+            raise InputError(f"benchmark {name}: there is a {key} before it")
         benchmark = known.get(key, Benchmark(key, key, "", "train", 4))
         source = name if is_file else benchmark.hub
         if data_dir and not is_file:
-            files = [Path(data_dir, key + suffix) for suffix in (".jsonl", ".parquet")]
-            if not any(file.is_file() for file in files):
+            paths = [Path(data_dir, key + suffix) for suffix in (".jsonl", ".parquet")]
+            files = [str(path) for path in paths if path.is_file()]
+            if not files:
                 raise InputError(f"--data_dir {data_dir}: holds no {key}.jsonl or {key}.parquet")
-            source = next(str(file) for file in files if file.is_file())
+            source = files[0]
         problems = load_problems(source, benchmark.split)
         suite[benchmark._replace(samples=samples or benchmark.samples)] = problems[: limit or None]
     return suite
 
 
-def parse_decodings(names: list[str]) -> dict[str, tuple[float, float]]:
+def parse_decodings(texts: list[str]) -> dict[str, tuple[float, float]]:
     """{name: (temperature, top-p)}; a pair that has a name goes by it. Raises InputError."""
-    decodings, named = {}, {pair: name for name, pair in DECODINGS.items()}
-    for name in names:
-        try:
-            pair = DECODINGS.get(name) or tuple(map(float, name.split(",")))
-            temperature, top_p = pair
-        except ValueError:
-            temperature = top_p = math.nan
-        if not (0 <= temperature < math.inf and 0 < top_p <= 1):
+    decodings, names = {}, {pair: name for name, pair in DECODINGS.items()}
+    for text in texts:
+        numbers = re.fullmatch(r"(\d*\.?\d+),(\d*\.?\d+)", text)
+        pair = tuple(map(float, numbers.groups())) if numbers else DECODINGS.get(text)
+        if pair is None or not 0 < pair[1] <= 1:
             choices = f"{', '.join(DECODINGS)} or temperature,top-p such as 0.6,0.95"
-            raise InputError(f"--decoding {name}: has to be {choices}")
-        decodings[named.get(pair, f"{temperature:g},{top_p:g}")] = pair
+            raise InputError(f"--decoding {text}: has to be {choices}")
+        decodings[names.get(pair, f"{pair[0]:g},{pair[1]:g}")] = pair
     return decodings
 
 
@@ -134,26 +127,15 @@ class Key(NamedTuple):
     sample: int
 
 
-def row_key(row: dict) -> Key:
-    return Key(*(row[name] for name in Key._fields))
-
-
-def read_row(line: bytes) -> dict | None:
-    """A line of a journal without its text; None where a crash tore it."""
-    try:
-        row = json.loads(line)
-        row_key(row)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return {name: value for name, value in row.items() if name != "response"}
+TAIL = 2000  # characters of a response that the verifier sees
 
 
 class Journal:
-    """Rows by key, each of them a line of a file too, which is written as soon as the row is known.
+    """Rows by key, each of them a line of a .jsonl file too, written as soon as the row is known.
 
-    The file is `path`, a .jsonl. Only rank 0 writes there: rank 3 writes samples.rank3.jsonl beside
-    samples.jsonl, so that no text goes from rank to rank, and whatever ends a program takes none
-    but the line that is being written. `rows` are without texts, on every rank.
+    Only rank 0 writes to the file itself: rank 3 writes samples.rank3.jsonl beside samples.jsonl.
+    Whatever ends a program takes none but the line that is being written. `rows` are those of all
+    ranks at the last merge; of a response they hold the end alone, since every rank has them.
     """
 
     def __init__(self, path: Path):
@@ -163,68 +145,43 @@ class Journal:
     def file_of(self, rank: int | str) -> Path:
         return self.path.with_suffix(f".rank{rank}.jsonl") if rank else self.path
 
+    def add(self, key: Key, row: dict) -> None:
+        """Write a row; the next merge brings it into `rows`."""
+        line = json.dumps(key._asdict() | row, ensure_ascii=False)
+        with self.file_of(rank()).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def missing(self, keys: list[Key]) -> list[Key]:
+        return [key for key in keys if key not in self.rows]
+
     def merge(self) -> None:
         """Make one file of the ranks' files and read it. Every rank has to call this."""
-        distributed.barrier()
         rows = self.merged() if rank() == 0 else {}
         self.rows: dict[Key, dict] = distributed.broadcast(rows)
 
     def merged(self) -> dict[Key, dict]:
-        """One file in the order of keys, without torn lines; texts are never all in memory."""
+        """The rows of all files, after writing them to one, sorted and without torn lines."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        parts = [self.path, *self.path.parent.glob(self.file_of("*").name)]
+        others = list(self.path.parent.glob(self.file_of("*").name))
         rows: dict[Key, dict] = {}
-        places: dict[Key, tuple[BinaryIO, int]] = {}
-        with contextlib.ExitStack() as opened:
-            for part in [part for part in parts if part.exists()]:
-                file, start = opened.enter_context(part.open("rb")), 0
-                for line in file:
-                    row = read_row(line)
-                    if row:
-                        rows[row_key(row)], places[row_key(row)] = row, (file, start)
-                    start += len(line)
-            whole = self.path.with_suffix(".partial")
-            with whole.open("wb") as target:
-                for key in sorted(rows):
-                    file, start = places[key]
-                    file.seek(start)
-                    target.write(file.readline().rstrip(b"\n") + b"\n")
-        whole.replace(self.path)
-        for part in parts[1:]:
-            part.unlink()
+        lines: dict[Key, str] = {}
+        for file in [self.path, *others]:
+            for line, row in whole_rows(file):
+                key = Key(*(row[name] for name in Key._fields))
+                if "response" in row:
+                    row["tail"] = row.pop("response").strip()[-TAIL:]
+                rows[key], lines[key] = row, line.decode() + "\n"
+        write_whole(self.path, "".join(lines[key] for key in sorted(lines)))
+        for file in others:
+            file.unlink()
         return rows
-
-    def complete(
-        self, keys: Iterable[Key], work: Callable[[list[Key], Callable[[dict], None]], None]
-    ) -> None:
-        """Have `work` make the missing rows, a share on each rank.
-
-        work(asked, add): some keys of one decoding; it calls `add` with the row of each as soon as
-        that is known. A row depends on its key and the flags alone, so that neither the number of
-        ranks nor an interruption changes it.
-        """
-        keys = list(keys)
-        missing = [key for key in keys if key not in self.rows]
-        if not missing:
-            return
-        with self.file_of(rank()).open("a", encoding="utf-8") as file:
-
-            def add(row: dict) -> None:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                file.flush()
-
-            for _, group in itertools.groupby(missing, lambda key: key.decoding):
-                share = list(group)[rank() :: world_size()]
-                with stop.together():  # also on a rank without a share
-                    if share:
-                        work(share, add)
-        self.merge()
-        if any(key not in self.rows for key in keys):
-            where = f"{self.path}: rank 0 does not see the rows of other ranks"
-            raise InputError(f"{where}; put it on a file system that all hosts share")
 
 
 # ----------------------------------------------------------------------------- sampling and grading
+
+
+def problem_of(suite: Suite, key: Key) -> dict[str, str]:
+    return next(rows[key.problem] for found, rows in suite.items() if found.key == key.benchmark)
 
 
 def graded(problem: dict[str, str], response: Response) -> dict:
@@ -238,6 +195,39 @@ def graded(problem: dict[str, str], response: Response) -> dict:
         "truncated": response.truncated,
         "response": response.text,
     }
+
+
+def fill(
+    journal: Journal,
+    keys: list[Key],
+    model: Model,
+    tokenizer: Tokenizer,
+    prompt_of: Callable[[Key], list[int]],
+    row_of: Callable[[Key, Response], dict],
+    seed: int = 0,
+    **options: Any,
+) -> None:
+    """Sample a response for every key that has no row, a share on each rank.
+
+    prompt_of(key): token ids. row_of(key, response): what the journal keeps. options: those of
+    rollout.sample. A response depends on its key and the flags alone, so that neither the number of
+    ranks nor an interruption changes it. Raises Stopped on every rank where a stop was asked for.
+    """
+    share = journal.missing(keys)[rank() :: world_size()]
+    prompts = [prompt_of(key) for key in share]
+    seeds = [mix_seed(seed, *key) for key in share]
+
+    def ended(place: int, response: Response) -> None:
+        journal.add(share[place], row_of(share[place], response))
+
+    with stop.together():  # at its end the rows of every rank are written
+        rollout.sample(
+            model, tokenizer, prompts, seed=seeds, ended=ended, poll=stop.poll, **options
+        )
+    journal.merge()
+    if journal.missing(keys):
+        where = f"{journal.path}: rank 0 does not see the rows of other ranks"
+        raise InputError(f"{where}; put it on a file system that all hosts share")
 
 
 def sample_suite(
@@ -257,44 +247,32 @@ def sample_suite(
     The keywords are flags of Config. Raises InputError where the journal holds responses to other
     problems, and Stopped on every rank where a stop was asked for.
     """
-    problems = {benchmark.key: rows for benchmark, rows in suite.items()}
-
-    def problem_of(key: Key) -> dict[str, str]:
-        return problems[key.benchmark][key.problem]
-
-    keys: list[Key] = []
-    for decoding, (temperature, _) in decodings.items():
-        for benchmark, rows in suite.items():
-            samples = range(benchmark.samples if temperature else 1)  # greedy ones are all alike
-            pairs = itertools.product(range(len(rows)), samples)
-            keys += [Key(benchmark.key, decoding, *pair) for pair in pairs]
+    keys = [
+        Key(benchmark.key, decoding, problem, sample)
+        for decoding, (temperature, _) in decodings.items()
+        for benchmark, problems in suite.items()
+        for problem in range(len(problems))
+        for sample in range(benchmark.samples if temperature else 1)  # greedy ones are all alike
+    ]
     for key in journal.rows.keys() & set(keys):
-        if journal.rows[key].get("fingerprint") != fingerprint(problem_of(key)):
+        if journal.rows[key].get("fingerprint") != fingerprint(problem_of(suite, key)):
             held = f"{journal.path}: holds responses to another {key.benchmark}"
             raise InputError(f"{held}; delete it, or name another --output")
-
-    def work(asked: list[Key], add: Callable[[dict], None]) -> None:
-        temperature, top_p = decodings[asked[0].decoding]
-        posed = [problem_of(key) for key in asked]
-
-        def ended(place: int, response: Response) -> None:
-            add(asked[place]._asdict() | graded(posed[place], response))
-
-        rollout.sample(
+    for decoding, (temperature, top_p) in decodings.items():
+        fill(
+            journal,
+            [key for key in keys if key.decoding == decoding],
             model,
             tokenizer,
-            [encode_prompt(tokenizer, problem["problem"], instruction) for problem in posed],
+            lambda key: encode_prompt(tokenizer, problem_of(suite, key)["problem"], instruction),
+            lambda key, response: graded(problem_of(suite, key), response),
+            seed=seed,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             batch_size=rollout_batch_size,
-            seed=[mix_seed(seed, *key) for key in asked],
-            progress=f"{asked[0].decoding} decoding",
-            ended=ended,
-            poll=stop.poll,
+            progress=f"{decoding} decoding",
         )
-
-    journal.complete(keys, work)
     return {key: journal.rows[key] for key in keys}
 
 
@@ -314,7 +292,6 @@ def evaluate(
 
 # ------------------------------------------------------------------------------------- the verifier
 
-TAIL = 2000  # characters of a response that the verifier sees
 JUDGE = """You are given a mathematics problem, its reference answer and the end of a solution \
 that somebody wrote. Judge only whether the final answer of that solution says the same as the \
 reference answer; do not solve the problem yourself and do not judge the reasoning. Notation, \
@@ -350,59 +327,31 @@ def parse_verdict(reply: str) -> str:
     return verdicts.pop() if len(verdicts) == 1 else "UNREADABLE"
 
 
-def read_tails(path: Path, keys: set[Key]) -> dict[Key, str]:
-    """The ends of these responses, from the file of a journal that is complete."""
-    tails: dict[Key, str] = {}
-    with path.open("rb") as lines:
-        for row in map(json.loads, lines):
-            if row_key(row) in keys:
-                tails[row_key(row)] = row["response"].strip()[-TAIL:]
-    return tails
-
-
 def verify(
     model: Model,
     tokenizer: Tokenizer,
     suite: Suite,
     samples: dict[Key, dict],
-    journal: Journal,
     verdicts: Journal,
     batch_size: int,
 ) -> None:
     """Fill `verdicts` with the verifier's word on every response that the rule refused.
 
-    samples: what sample_suite returned, whose texts are in the file of `journal`. Raises Stopped on
-    every rank where a stop was asked for.
+    samples: what sample_suite returned. Raises Stopped on every rank where a stop was asked for.
     """
-    problems = {benchmark.key: rows for benchmark, rows in suite.items()}
+
+    def prompt_of(key: Key) -> list[int]:
+        problem, tail = problem_of(suite, key), samples[key]["tail"]
+        text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
+        return encode_prompt(tokenizer, text, instruction="")
+
+    def row_of(key: Key, reply: Response) -> dict:
+        verdict = parse_verdict(reply.text)
+        return {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply.text}
+
     refused = [key for key, row in samples.items() if not row["correct"]]
-    tails = read_tails(journal.path, set(refused))
-
-    def work(asked: list[Key], add: Callable[[dict], None]) -> None:
-        prompts = []
-        for key in asked:
-            problem = problems[key.benchmark][key.problem]
-            about = {"problem": problem["problem"], "gold": problem["answer"], "tail": tails[key]}
-            prompts.append(encode_prompt(tokenizer, JUDGE.format(**about), instruction=""))
-
-        def ended(place: int, reply: Response) -> None:
-            verdict = parse_verdict(reply.text)
-            row = {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply.text}
-            add(asked[place]._asdict() | row)
-
-        rollout.sample(
-            model,
-            tokenizer,
-            prompts,
-            max_new_tokens=16,
-            temperature=0,
-            batch_size=batch_size,
-            progress=f"verdicts, {asked[0].decoding} decoding",
-            ended=ended,
-            poll=stop.poll,
-        )
-
-    verdicts.complete(refused, work)
+    options = {"max_new_tokens": 16, "temperature": 0, "batch_size": batch_size}
+    fill(verdicts, refused, model, tokenizer, prompt_of, row_of, progress="verdicts", **options)
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -436,9 +385,10 @@ Scores = dict[str, dict[str, dict]]  # {decoding: {benchmark: summary}}
 def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None) -> Scores:
     """The summary of every benchmark: lengths in tokens, fractions 0 to 1, the rest in percent."""
     scores: Scores = {}
-    for (name, decoding), keys in itertools.groupby(samples, lambda key: key[:2]):
-        rows = [samples[key] for key in keys]
-        scores.setdefault(decoding, {})[name] = summary = accuracy(rows) | {
+    for (name, decoding), group in itertools.groupby(samples.items(), lambda item: item[0][:2]):
+        own = dict(group)  # {key: row}
+        rows = list(own.values())
+        summary = accuracy(rows) | {
             "problems": len({row["problem"] for row in rows}),
             "samples": len({row["sample"] for row in rows}),
             "response_length": fmean(row["length"] for row in rows),
@@ -446,9 +396,10 @@ def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None)
             "no_box_fraction": fmean(row["answer"] is None for row in rows),
         }
         if verdicts is not None:
-            final = [row if row["correct"] else verdicts[row_key(row)] for row in rows]
+            final = [row if row["correct"] else verdicts[key] for key, row in own.items()]
             counts = Counter(row["verdict"] for row in final if "verdict" in row)
-            summary["verified"] = accuracy(final) | {name: counts[name] for name in VERDICTS}
+            summary["verified"] = accuracy(final) | {word: counts[word] for word in VERDICTS}
+        scores.setdefault(decoding, {})[name] = summary
     return scores
 
 
@@ -466,8 +417,9 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
         means = []  # for each column its number under each decoding
         for benchmark in suite:
             found = [summaries[benchmark.key] for summaries in scores.values()]
-            graded = found if grader == "rule" else [summary["verified"] for summary in found]
-            means.append([summary["mean"] for summary in graded])
+            if grader != "rule":
+                found = [summary["verified"] for summary in found]
+            means.append([summary["mean"] for summary in found])
         means.append([fmean(column) for column in zip(*means, strict=True)])
         cells = [cell([f"{mean:.2f}" for mean in column]) for column in means]
         rows.append([model, cell(list(scores)), grader, *cells])
@@ -476,11 +428,6 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
 
 def details_table(suite: Suite, scores: Scores) -> str:
     """A row for each benchmark and decoding, in Markdown: what is behind the results table."""
-
-    def with_error(summary: dict) -> str:
-        error = summary["standard_error"]
-        return f"{summary['mean']:.2f}" + ("" if error is None else f" ± {error:.2f}")
-
     found = [(b, name, summaries[b.key]) for name, summaries in scores.items() for b in suite]
     ks, rows = sorted({k for *_, summary in found for k in summary["pass_at_k"]}), []
     for benchmark, decoding, summary in found:
@@ -489,7 +436,7 @@ def details_table(suite: Suite, scores: Scores) -> str:
             "benchmark": benchmark.title,
             "decoding": decoding,
             "problems x samples": f"{summary['problems']} x {summary['samples']}",
-            "mean@N": with_error(summary),
+            "mean@N": progress.with_error(summary, digits=2),
             **{f"pass@{k}": chances.get(k, "") for k in ks},
             "tokens": f"{summary['response_length']:.1f}",
             "truncated": f"{summary['truncated_fraction']:.1%}",
@@ -497,7 +444,7 @@ def details_table(suite: Suite, scores: Scores) -> str:
         }
         if "verified" in summary:
             again = summary["verified"]
-            row["mean@N with verifier"] = with_error(again)
+            row["mean@N with verifier"] = progress.with_error(again, digits=2)
             row["CORRECT (changed)"] = str(again["CORRECT"])
             row |= {verdict: str(again[verdict]) for verdict in VERDICTS[1:]}
         rows.append(row)
@@ -519,23 +466,22 @@ def file_name(model: str) -> str:
 def open_output(cfg: Config) -> Path:
     """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
-    names = "model max_new_tokens seed instruction".split()
+    names = ("model", "max_new_tokens", "seed", "instruction")
     flags, path = {name: getattr(cfg, name) for name in names}, folder / "settings.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         begun = any(file.stat().st_size > 0 for file in folder.glob("*.jsonl"))
-        held = json.loads(path.read_text()) if begun else flags
-        distributed.barrier()  # every rank has looked before rank 0 writes
         if rank() == 0 and not begun:
             path.write_text(json.dumps(flags, indent=2) + "\n")
         distributed.barrier()
-        if not path.exists():
-            raise OSError("this host does not see what rank 0 writes: all hosts have to share it")
+        held = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"--output {folder}: {error}; name another directory") from error
-    for name in [name for name in names if held.get(name) != flags[name]]:
-        was = f"samples drawn with --{name} {held.get(name)!r}, not {flags[name]!r}"
-        raise InputError(f"--output {folder}: holds {was}; name another directory")
+        hint = "name another directory, one that all hosts share"
+        raise InputError(f"--output {folder}: {error}; {hint}") from error
+    for name, value in flags.items():
+        if held.get(name) != value:
+            was = f"samples drawn with --{name} {held.get(name)!r}, not {value!r}"
+            raise InputError(f"--output {folder}: holds {was}; name another directory")
     return folder
 
 
@@ -559,8 +505,9 @@ def load(name: str) -> tuple[Model, Tokenizer]:
 def run(cfg: Config) -> None:
     """Sample, grade, judge and print. Raises InputError, and Stopped where a stop was asked for."""
     least = {"samples": 0, "limit": 0, "max_new_tokens": 1, "rollout_batch_size": 1}
-    for name in [name for name in least if getattr(cfg, name) < least[name]]:
-        raise InputError(f"--{name} {getattr(cfg, name)}: has to be at least {least[name]}")
+    for name, value in least.items():
+        if getattr(cfg, name) < value:
+            raise InputError(f"--{name} {getattr(cfg, name)}: has to be at least {value}")
     decodings = parse_decodings(cfg.decoding)
     suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit)
     for name in [cfg.model, cfg.verifier] if cfg.verifier else [cfg.model]:
@@ -577,8 +524,7 @@ def run(cfg: Config) -> None:
     if cfg.verifier:
         del model  # its memory is the verifier's
         verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
-        size = cfg.rollout_batch_size
-        verify(*load(cfg.verifier), suite, samples, journal, verdicts, size)
+        verify(*load(cfg.verifier), suite, samples, verdicts, cfg.rollout_batch_size)
     scores = summarize(samples, verdicts and verdicts.rows)
     if rank() == 0:
         graders = ["rule", "rule, then verifier"] if cfg.verifier else ["rule"]

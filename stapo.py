@@ -830,8 +830,7 @@ def load_task(cfg: Config) -> Task:
     check_flags(cfg)
     tokenizer, reward = load_tokenizer(cfg.model), load_reward(cfg.reward)
     names = cfg.eval_benchmarks if cfg.eval_every else []
-    sizes = {"samples": cfg.eval_samples, "limit": cfg.eval_limit}
-    suite = evaluation.load_benchmarks(names, **sizes, flag="--eval_benchmarks")
+    suite = evaluation.load_benchmarks(names, samples=cfg.eval_samples, limit=cfg.eval_limit)
     problems = load_problems(cfg.data, whole_rows=bool(cfg.reward), progress=f"reading {cfg.data}")
     for problem in progress.track(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)

@@ -1,12 +1,11 @@
 """Speed and memory, measured in pairs that do the same work in turn, as ratios.
 
-    python scripts/bench.py                       # head update rollout decoding step memory
-    python scripts/bench.py update step --quick   # small shapes: what the tests run; no bar applies
+    python scripts/bench.py                       # head update rollout step
+    python scripts/bench.py update step --quick   # small shapes: what the tests run
 
 `head`, `update` and `rollout` run this project's code beside a plain twin that computes the same
 (it is checked to), `step` beside TRL's trainer where trl is installed. A CPU runs on one thread. A
-ratio is the median over pairs. `decoding` and `memory` measure on a GPU what costs.py counts. What
-a GPU has no memory for is left out, and its size is said.
+ratio is the median over pairs. What a GPU has no memory for is left out, and its size is said.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
 import re
@@ -29,16 +27,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import costs
 from costs import log_normal_lengths, qwen3
 
 import rollout
 import stapo
-from rollout import Response, head_stats
+from rollout import head_stats
 from support import decoding, distributed
 from support.norms import fuse_norms
 
@@ -100,12 +96,6 @@ def in_turn(ours: Callable, twin: Callable, repeats: int) -> float:
         taken = seconds(ours)
         ratios.append(seconds(twin) / taken)
     return statistics.median(ratios)
-
-
-def row(what: str, value: float, *, least: float = 0.0, most: float = math.inf) -> dict:
-    """A line of the table; `least` or `most` is its bar, where it has one."""
-    bar = f"at least {least:g}" if least else f"at most {most:g}" if most < math.inf else ""
-    return {"what": what, "value": value, "bar": bar, "holds": least <= value <= most}
 
 
 def left_out(what: str, why: str) -> None:
@@ -188,7 +178,7 @@ def fresh_head_memory(name: str, shape: tuple[int, int, int]) -> int:
     return int(done.stdout)
 
 
-def head(quick: bool) -> Iterator[dict]:
+def head(quick: bool) -> Iterator[tuple[str, float]]:
     tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
     if CUDA and not quick and not fits("head", 14):
         return
@@ -201,70 +191,66 @@ def head(quick: bool) -> Iterator[dict]:
         raise RuntimeError("the two heads do not compute the same")  # float32 alone: 3e-5
     repeats = 1 if quick else 3
     shape = f"{tokens:,} tokens x {words:,} words x {width:,}"
-    yield row(f"head, {shape}: extra memory, plain / ours", plain / small, least=25)
-    yield row("head: time, ours / plain", 1 / in_turn(ours, twin, repeats), most=1.1)
+    yield f"head, {shape}: extra memory, plain / ours", plain / small
+    yield "head: time, ours / plain", 1 / in_turn(ours, twin, repeats)
     share = 1 / in_turn(logp_only, ours, repeats)
-    yield row("head: time, logp_only / with entropy and collision", share, most=1)
+    yield "head: time, logp_only / with entropy and collision", share
 
 
 # ---------------------------------------- update: no wasted tokens
 
 
-def random_episodes(
-    model: Qwen3ForCausalLM, lengths: list[int], zero_groups: int
-) -> list[stapo.Episode]:
+def random_batch(
+    model: Qwen3ForCausalLM, response_lengths: list[int], zero_groups: int
+) -> stapo.Batch:
     """Groups of 8 random responses, half of them right; the first groups have A = 0."""
-    responses, episodes = [], []
-    for length in lengths:
-        ids = torch.randint(3, model.config.vocab_size, (16 + length,)).tolist()
-        response = Response(prompt_ids=ids[:16], ids=ids[16:], truncated=False, text="")
-        responses.append(response)
-    stats = rollout.response_stats(model, responses, 2 * (max(lengths) + 16))
-    for place, (response, old) in enumerate(zip(responses, stats, strict=True)):
-        reward = 1.0 if place % 2 else -1.0
-        advantage = 0.0 if place // 8 < zero_groups else 0.94 * reward
-        episode = stapo.Episode(
-            problem={},
-            response=response,
-            reward=reward,
-            advantage=advantage,
-            seed=place,
-            old=old,
-        )
-        episodes.append(episode)
-    return episodes
+    lengths = 16 + torch.tensor(response_lengths)  # with the prompt
+    columns, places = torch.arange(int(lengths.max())), torch.arange(len(lengths))
+    ids = torch.randint(3, model.config.vocab_size, (len(lengths), len(columns)))
+    mask = (columns >= 16) & (columns < lengths[:, None])
+    rewards = torch.where(places % 2 == 0, -1.0, 1.0)
+    return stapo.Batch(
+        ids=ids,
+        mask=mask,
+        lengths=lengths,
+        old=rollout.response_stats(model, ids, mask, lengths, 2 * len(columns)),
+        ref_logp=None,
+        rewards=rewards.double(),
+        advantages=torch.where(places // 8 < zero_groups, 0.0, 0.94 * rewards),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        seeds=places,
+    )
 
 
 def plain_update(
     model: Qwen3ForCausalLM,
     optimizer: torch.optim.Optimizer,
-    episodes: list[stapo.Episode],
-    selection: stapo.Selection,
+    batch: stapo.Batch,
+    keep: torch.Tensor,
     cfg: stapo.Config,
 ) -> None:
     """stapo.update's twin: 8 rows at a time, padded to the longest of all, nothing left out."""
-    width = max(e.response.length for e in episodes)
-    divisor = selection.denominator
     model.train()
     optimizer.zero_grad()
-    for start in range(0, len(episodes), 8):
-        batch, keep = episodes[start : start + 8], selection.keep[start : start + 8]
-        padded = rollout.pad_batch([e.response for e in batch], DEVICE)
-        padded = [functional.pad(t, (0, width - t.shape[1])) for t in padded]
-        logp = model.token_stats(*padded, logp_only=True).logp
-        stapo.batch_loss(batch, keep, logp, padded[2], divisor, cfg)[0].backward()
+    for start in range(0, len(batch.ids), 8):
+        rows = slice(start, start + 8)
+        part = batch.take(rows)
+        ids, mask = part.ids.to(DEVICE), part.mask.to(DEVICE)
+        logp = model.token_stats(ids, None, mask, logp_only=True).logp
+        stapo.objective(part, keep[rows], logp, int(keep.sum()), cfg)[0].backward()
     model.eval()
     torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     optimizer.step()
 
 
-def update(quick: bool) -> Iterator[dict]:
+def update(quick: bool) -> Iterator[tuple[str, float]]:
     model = random_model(small_shape(quick))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     lengths = log_normal_lengths(80, *((20, 60) if quick else (300, 1024)))
-    episodes = random_episodes(model, lengths, zero_groups=4)
+    batch = random_batch(model, lengths, zero_groups=4)
     cfg = stapo.Config(tokens_per_micro_batch=2 * (max(lengths) + 16))
-    selection = stapo.make_selection(episodes, [e.old for e in episodes], cfg)
+    choice = stapo.silence_spurious(batch, batch.old, cfg)
+    counts = stapo.count_tokens(batch, batch.old, choice)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # the weights stay as they are
     gradients = []
 
@@ -272,17 +258,17 @@ def update(quick: bool) -> Iterator[dict]:
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
     optimizer.register_step_pre_hook(keep_gradient)
-    ours = functools.partial(stapo.update, model, optimizer, episodes, selection, cfg)
-    twin = functools.partial(plain_update, model, optimizer, episodes, selection, cfg)
-    statistics_pass = functools.partial(stapo.statistics_pass, model, episodes, cfg)
+    ours = functools.partial(stapo.update, model, optimizer, batch, choice.keep, counts, cfg)
+    twin = functools.partial(plain_update, model, optimizer, batch, choice.keep, cfg)
+    statistics_pass = functools.partial(stapo.statistics_pass, model, batch, cfg)
     repeats = 1 if quick else 5
     what = "update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up"
     faster = in_turn(ours, twin, repeats)
     if error(*gradients[-2:]) > 1e-5:
         raise RuntimeError("the two updates do not have the same gradient")
-    yield row(what, faster, least=4)
+    yield what, faster
     share = in_turn(ours, statistics_pass, repeats)
-    yield row("statistics pass / update, half of the trained right", share, most=0.15)
+    yield "statistics pass / update, half of the trained right", share
 
 
 # ---------------------------------------- rollout: slots that are filled again
@@ -349,7 +335,7 @@ def plain_sample(
     return rows
 
 
-def rollouts(quick: bool) -> Iterator[dict]:
+def rollouts(quick: bool) -> Iterator[tuple[str, float]]:
     """As many responses as slots, then four times as many: freed slots are filled again."""
     large = CUDA and not quick
     if large and not fits("rollout", 14):
@@ -377,22 +363,7 @@ def rollouts(quick: bool) -> Iterator[dict]:
         if not sampled["ours"] == sampled["twin"] == lengths:
             raise RuntimeError(f"the two rollouts did not do the same work: {sampled}, {lengths}")
         what = f"rollout, {count} responses up to {longest} in {slots} slots: speed-up"
-        yield row(what, faster, least=2.0 if count == slots else 2.4)
-
-
-def decoding_step(quick: bool) -> Iterator[dict]:
-    """How long a GPU takes for the step that costs.py counts."""
-    if not CUDA or quick:
-        left_out("decoding step", "it needs a GPU and full shapes")
-        return
-    if not fits("decoding step", 20):
-        return
-    model, (rows, length) = random_model(qwen3("1.7B")).bfloat16(), costs.STEP
-    with torch.inference_mode():
-        decode = costs.slots_of_text(model, rows, length)
-        decode(8)
-        taken = min(seconds(lambda: decode(32)) / 32 for _ in range(3))
-    yield row(f"decoding step, 1.7B, {rows} rows x {length:,} tokens: ms", 1000 * taken)
+        yield what, faster
 
 
 # ---------------------------------------- step: against TRL's trainer
@@ -451,7 +422,7 @@ def train_with_trl(
     return ratios
 
 
-def step(quick: bool) -> Iterator[dict]:
+def step(quick: bool) -> Iterator[tuple[str, float]]:
     """A step: 8 x 8 responses and four optimiser steps, three statistics passes included."""
     if importlib.util.find_spec("trl") is None:
         left_out("step", "trl is not installed (pip install trl)")
@@ -487,16 +458,14 @@ def step(quick: bool) -> Iterator[dict]:
 
     def ours():
         """What stapo.train does in a step."""
-        mini_batches = stapo.collect(mine, None, task, len(tokens["ours"]) + 1, cfg)
-        episodes = [episode for mini_batch in mini_batches for episode in mini_batch]
-        stapo.entropy_metrics(episodes), stapo.rollout_metrics(episodes, cfg.tau_p)
-        for number, mini_batch in enumerate(mini_batches):
-            stats = [e.old for e in mini_batch]
-            if number > 0:
-                stats = stapo.statistics_pass(mine, mini_batch, cfg)
-            selection = stapo.make_selection(mini_batch, stats, cfg)
-            stapo.update(mine, optimizer, mini_batch, selection, cfg)
-        tokens["ours"].append(sum(len(e.response.ids) for e in episodes))
+        batch, _ = stapo.collect(mine, None, task, len(tokens["ours"]) + 1, cfg)
+        stapo.entropy_metrics(batch), stapo.rollout_metrics(batch, cfg.tau_p)
+        for number, mini_batch in enumerate(batch.split(4)):
+            stats = stapo.statistics_pass(mine, mini_batch, cfg) if number > 0 else mini_batch.old
+            choice = stapo.silence_spurious(mini_batch, stats, cfg)
+            counts = stapo.count_tokens(mini_batch, stats, choice)
+            stapo.update(mine, optimizer, mini_batch, choice.keep, counts, cfg)
+        tokens["ours"].append(int(batch.mask.sum()))
 
     def reward(completions, completion_ids, **_):
         tokens["trl"].append(sum(map(len, completion_ids)))
@@ -512,37 +481,7 @@ def step(quick: bool) -> Iterator[dict]:
     if set(tokens["ours"]) | set(tokens["trl"]) != {sum(lengths)}:
         raise RuntimeError(f"the two trainers did not do the same work: {tokens}")
     what = f"step, 64 responses up to {longest}, TRL's micro-batch {rows} rows: speed-up"
-    yield row(what, statistics.median(ratios[1:]), least=2)  # the first turn warms up
-
-
-# ---------------------------------------- memory: the peak of an update beside its count
-
-
-def memory(quick: bool) -> Iterator[dict]:
-    if not CUDA or quick:
-        left_out("memory", "it needs a GPU and full shapes")
-        return
-    for name in ("0.6B", "1.7B"):
-        counted = costs.bytes_per_gpu(costs.empty_model(name), 1)["update"]
-        if fits(f"memory, {name}", counted / 0.95e9):
-            yield from peak_of_an_update(name, qwen3(name), rows=16)
-
-
-def peak_of_an_update(name: str, config: Qwen3Config, rows: int) -> Iterator[dict]:
-    """Of a micro-batch of so many rows of 1,024 tokens."""
-    before = torch.cuda.memory_allocated()
-    model = random_model(config)
-    counted = costs.bytes_per_gpu(model, 1, micro_tokens=1024 * rows)["update"]
-    distributed.shard(model, rollout.GATHERED_METHODS)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    episodes, cfg = random_episodes(model, [1008] * rows, zero_groups=0), stapo.Config()
-    selection = stapo.make_selection(episodes, [e.old for e in episodes], cfg)
-    for _ in range(2):  # the first makes AdamW's states
-        torch.cuda.reset_peak_memory_stats()
-        stapo.update(model, optimizer, episodes, selection, cfg)
-    peak = torch.cuda.max_memory_allocated() - before
-    yield row(f"peak of an update, {name} on one GPU, measured / counted", peak / counted)
+    yield what, statistics.median(ratios[1:])  # the first turn warms up
 
 
 # ---------------------------------------- the table
@@ -556,26 +495,19 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, 1 thread"
 
 
-def table_line(line: dict, bars: bool) -> str:
-    value, bar = line["value"], line["bar"] if bars else ""
-    holds = ("yes" if line["holds"] else "**no**") if bar else ""
-    return f"| {line['what']} | {value:.3g} | {bar} | {holds} |"
-
-
 def versions() -> str:
     names = [name for name in ("torch", "transformers", "trl") if importlib.util.find_spec(name)]
     found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"{processor()}; {found}; {datetime.date.today()}"
 
 
-BENCHES = {"head": head, "update": update, "rollout": rollouts, "decoding": decoding_step}
-BENCHES |= {"step": step, "memory": memory}
+BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
-    parser.add_argument("--quick", action="store_true", help="small shapes; no bar applies")
+    parser.add_argument("--quick", action="store_true", help="small shapes")
     args = parser.parse_args()
     if unknown := set(args.names) - set(BENCHES):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(BENCHES)}")
@@ -584,10 +516,10 @@ def main() -> None:
         distributed.start()
     else:
         left_out("every CUDA part", "there is no GPU, and nothing below speaks for one")
-    print("| measured | value | bar | holds |\n|---|---|---|---|", flush=True)
+    print("| measured | value |\n|---|---|", flush=True)
     for name in args.names or BENCHES:
-        for line in BENCHES[name](args.quick):  # bars are a CPU thread's
-            print(table_line(line, bars=not args.quick and not CUDA), flush=True)
+        for what, value in BENCHES[name](args.quick):
+            print(f"| {what} | {value:.3g} |", flush=True)
     print(f"\n{versions()}")
     distributed.finish()
 

@@ -254,10 +254,10 @@ def write_whole(file: Path, text: str) -> None:
 def fingerprint(value: Any) -> str:
     """16 hexadecimal digits that tell a value from others: of the SHA-256 of its JSON."""
 
-    def as_text(other: Any) -> str:
-        """What JSON cannot hold: bytes as they are, dates too, others by their kind alone."""
-        plain = isinstance(other, (bytes, datetime.date, datetime.time))
-        return str(other) if plain else type(other).__name__  # str could name an address in memory
+    def as_text(other: Any) -> str:  # of what JSON cannot hold
+        if isinstance(other, (bytes, datetime.date, datetime.time)):
+            return str(other)
+        return type(other).__name__  # its own text could name an address in memory
 
     text = json.dumps(value, sort_keys=True, default=as_text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -355,12 +355,11 @@ class StopSignal:
     A Ctrl-C more than two seconds after the first signal stops at once.
     """
 
-    def __init__(self) -> None:
-        self.asked, self.asked_at = False, math.inf
+    asked, asked_at = False, math.inf  # whether, and the time of the first signal
 
     def listen(self) -> None:
         """Begin to answer both signals, with no stop asked for yet."""
-        self.__init__()
+        self.asked, self.asked_at = False, math.inf
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask)
 

@@ -127,8 +127,8 @@ def world_size() -> int:
 
 def place_on_host() -> tuple[int, int]:
     """This rank's number among those of its host, and how many a host has at most."""
-    own, ranks = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return own, all_max(max(own + 1, ranks))
+    own = int(os.environ.get("LOCAL_RANK", 0))
+    return own, all_max(own + 1)
 
 
 def all_sum(values: dict[str, Any]) -> dict[str, float]:
@@ -141,20 +141,15 @@ def all_sum(values: dict[str, Any]) -> dict[str, float]:
 
 def all_max(value: int) -> int:
     """The largest of the ranks' integers."""
-    if not dist.is_initialized():
-        return value
-    largest = torch.tensor(value)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=patient)
-    return int(largest)
+    return max(all_list(value))
 
 
 def all_cat(values: torch.Tensor) -> torch.Tensor:
     """1-D tensors of any length from every rank, concatenated in rank order."""
     if not dist.is_initialized():
         return values
-    counts = [torch.zeros((), dtype=torch.long) for _ in range(world_size())]
-    dist.all_gather(counts, torch.tensor(len(values)), group=patient)
-    padded = torch.zeros(int(max(counts)), dtype=values.dtype, device=values.device)
+    counts = all_list(len(values))
+    padded = torch.zeros(max(counts), dtype=values.dtype, device=values.device)
     padded[: len(values)] = values
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, group=patient)

@@ -35,47 +35,27 @@ _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 _NO_UNIT = rf"[^}}]*(?:\b(?:{_VALUE_WORDS})\b(?!-)|[={_VALUE_SIGNS}])"  # at least, Area = 5
 _NO_UNIT += r"|(?:[^{}]*\s)?[-+]?\.?\d|[\W\d_]*\}"  # 5 cm, or no letter at all
 _UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
-_UNITS = re.compile(rf"{_UNIT}(?:(?:\s|[/*·]|\\cdot|\\times)*{_UNIT})*")
+_UNITS = rf"\s*{_UNIT}(?:[\s/*]*{_UNIT})*"
+_AFTER_VALUE = r"(?<=[\w.)}\]!%°])"  # a unit stands behind something
+_NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # and before no factor: 5 ft 6 in is not 5 6
 _WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
 _WORD += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|[kM]?eV|k?Pa|k[JN]|in)\b"
 
 
-def _repeating(match: re.Match) -> str:
-    r"""The decimal 0.1\overline{6} as an exact quotient."""
-    digits, fixed, period = match[1] + match[2] or "0", match[2], match[3]
-    return f"(({digits}{period}-{digits})/{'9' * len(period)}{'0' * len(fixed)})"
+def _points(match: re.Match) -> str:
+    r"""A matrix as a point: (1, 2) for a column or a row, ((1, 2), (3, 4)) for two rows."""
+    rows = [row.replace("&", ",") for row in match[2].split(r"\\") if row.strip()]
+    return "(" + ",".join(f"({row})" for row in rows) + ")"
 
 
-def _without_units(match: re.Match) -> str:
-    r"""The answer without units, or the content of \text where the answer is nothing else.
-
-    A unit between other things leaves \unit..., so that 5 ft 6 in does not become 5 6.
-    """
-    text = match[0].strip()
-
-    def mark(unit: re.Match) -> str:
-        before = text[: unit.start()].rstrip()
-        at_an_end = not before or unit.end() == len(text) and before[-1] not in ",;"
-        return " " if at_an_end else " \\unit" + re.sub("[^A-Za-z]", "", unit[0]) + " "
-
-    if re.search(r"[A-Za-z0-9]", _UNITS.sub("", text)):
-        text = _UNITS.sub(mark, text)
-    return re.sub(_TEXT, r" \1 ", text)
-
-
-def _marked(word: re.Match) -> str:
-    """A word that changes a value, as text that is not read: letters times zero would vanish."""
-    return ("?" if re.search(r"\d", word.string) else "") + word[0]
-
-
-_UNREAD = rf"(?<![A-Za-z\\?{{])(?![A-Z]{{2}})(?i:{_VALUE_WORDS})(?![A-Za-z])"
+_MATRIX = r"(?s)\\begin\s*\{([pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*?)\\end\s*\{\1\}"
 _REALS = "(-∞,∞)"
-_AFTER = r"(?<=[\d)}])\s*(COMMAND)?\s*"
 _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d))+"
 _WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
+_VALUE_END = r"(?:(?<=[\d})])|(?<=\\pi))"  # the end of a value, not of a name
 _INDEX = r"\s*(?:\{[^{}]*\}|\w))"
 _D = r"\s*(?:d|\\partial~)\s*(\\[A-Za-z]+|[A-Za-z])\s*"  # the dy and the dx of dy/dx
-_TRAILING = rf"(?<=[\d.)}}°%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$"
+_TRAILING = rf"(?<=[\d.)}}%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$"
 
 # (pattern, replacement, an example, the same example after all rules), applied in order. In a
 # pattern, TEXT stands for \text{...} and its kind, and ~ for the end of a command's name.
@@ -83,6 +63,7 @@ RULES = [
     (r"(?s)\\\\(?!.*(?<!\\)\\end)", r"\\", r"\\frac{1}{4}", r"\frac{1}{4}"),
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:displaystyle|(?:tri)?angle)~", " ", r"\(\angle A\)", "A"),
     (r"\\(?:left|right|[bB]igg?[lrm]?)~\s*\.?", "", r"\left(1, 2\right]", "(1, 2]"),
+    (_MATRIX, _points, r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(( 1 ),( 2 ))"),
     (r"\{\s*\\rm~", r"\\rm{", r"5 {\rm cm}", "5"),
     (r"_\s*(?:\{\s*TEXT\s*\}|TEXT)", r"_{\1\2}", r"v_{\text {red}}", r"v_{red}"),
     (r"\\operatorname\s*\{\s*([A-Za-z]+)\s*\}", r"\\\1 ", r"\operatorname{sin}x", r"\sin x"),
@@ -90,24 +71,18 @@ RULES = [
     (r"COMMAND\s*,?\s*and\s*,?\s*\}|\band\b", ",", r"1\text{ and }2", "1,2"),
     (r"COMMAND\s*,?\s*or\s*,?\s*\}|\\(?:lor|vee)~|\bor\b", "∨", r"1\text{ or }2", "1∨2"),
     (r"(?:COMMAND\s*)?\bper ?cent\b\s*\}?", "%", r"8 \text{ percent}", "8 %"),
-    (_AFTER + r"dozen\b", r"*12\1 ", "5 dozen", "5*12"),
-    (_AFTER + r"hundred\b", r"*100\1 ", "5 hundred", "5*100"),
-    (_AFTER + r"thousand\b", r"*1e3\1 ", "5 hundred thousand", "5*100*1e3"),
-    (_AFTER + r"million\b", r"*1e6\1 ", r"5 \text{ million dollars}", "5*1e6"),
-    (_AFTER + r"billion\b", r"*1e9\1 ", r"5 \text{ billion}", "5*1e9"),
-    (_AFTER + r"trillion\b", r"*1e12\1 ", "5 trillion", "5*1e12"),
     (_THOUSANDS, lambda m: re.sub(r"\D", "", m[0]), r"1{,}234\,567", "1234567"),
     (r"(?<!\\)\\[,;:!> ]|\\q?quad~", " ", r"x\;y\quad z", "x y  z"),
-    (r"(?s).+", _without_units, r"5\,\mathrm{W\,m^{-2}}", "5"),
+    (r"\\(?:cdot|times|ast)~", "*", r"2 \cdot 3", "2 * 3"),
+    (rf"{_AFTER_VALUE}{_UNITS}{_NO_FACTOR}", " ", r"5\,\mathrm{W\,m^{-2}}", "5"),
+    (rf"\A{_UNITS}(?!\s*(?:COMMAND|[,;^]|\Z))", " ", r"\text{Area} = 5", "5"),
+    (r"TEXT", r" \1 ", r"\text{east}", "east"),
     (r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b", _REALS, r"\mathbb{R}", r"(-∞,∞)"),
     (r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat)~", " ", r"a \vec{v}", "a  {v}"),
     (r"\\\{\s*\\\}", r"\\emptyset ", r"\{ \}", r"\emptyset"),
-    (r"(?:\{\s*\}\s*)?\^\s*\{?\s*\\circ\s*\}?|\\degrees?~", "°", r"30^{\circ}", "30°"),
+    (r"(?:\{\s*\}\s*)?\^\s*\{?\s*\\circ\s*\}?|\\degrees?~|°", " ", r"30^{\circ}", "30"),
     (r"\^\s*\{?\s*\\prime\s*\}?", "'", r"y^{\prime}", "y'"),
-    (r"\\dot\s*\{\s*(\\?[A-Za-z]+)\s*\}", r"\1˙", r"\dot{x}", "x˙"),
-    (r"\\ddot\s*\{\s*(\\?[A-Za-z]+)\s*\}", r"\1˙˙", r"\ddot{\theta}_1", r"\theta˙˙_1"),
-    (r"(\d*)\.(\d*)\\over(?:line|bar)\s*\{(\d+)\}", _repeating, r"0.\overline{3}", "((03-0)/9)"),
-    (r"\\(?:cdot|times|ast)~", "*", r"2 \cdot 3", "2 * 3"),
+    (r"\\(d?)dot\s*\{\s*(\\?[A-Za-z]+)\s*\}", r"\2˙\1˙", r"\ddot{\theta}_1", r"\theta˙d˙_1"),
     (r"(?<=\d)\s*x\s*(?=10\s*\^)", "*", "3 x 10^8", "3*10^8"),
     (r"\*\*", "^", "2**3", "2^3"),
     (r"\\div~", "/", r"1 \div 2", "1 / 2"),
@@ -122,16 +97,16 @@ RULES = [
     (_WHOLE + r" +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)", "137 1/2", "(137+1/2)"),
     (rf"(?<=[A-Za-z}}])\s*(\^{_INDEX}\s*(_{_INDEX}", r"\2\1", "r^2_1", "r_1^2"),
     (r"\(\s*(\d+)\s*\)\s*_", r"\1_", "(52)_8", "52_8"),
-    (r"\(\s*(?:\\[bp]?)?mod~\s*([^()]*)\)", r"\\pmod{\1}", "5 (mod 7)", r"5 \pmod {7}"),
-    (r"\\[bp]?mod~|\bmod\b", r"\\pmod ", r"5 \bmod 7", r"5 \pmod  7"),
     (r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup ", "(1,2)U(3,4)", r"(1,2)\cup (3,4)"),
-    (r"\.{3}", r"\\ldots ", "1, 2, ...", r"1, 2, \ldots"),
     (r"\A[a-z](?=\([^()]*\]\Z|\[[^][]*\)\Z)", "", "t(0,4]", "(0,4]"),  # lost the sign of membership
     (_TRAILING, "", "120 miles per hour", "120"),
     (r",\s*(?=[,∨])", "", "1, 2, and 3", "1, 2, 3"),
-    (r"^\s*\\(?:approx|sim)~", "", r"\approx 3.14", "3.14"),
-    (_UNREAD, _marked, r"0 \text{ at least}", "0   at ?least"),
+    (_VALUE_END + r"\s*\\approx~(?:\([^()]*\)|[^,;∨])*", "", r"\pi \approx 3.1", r"\pi"),
+    (r"\\approx~|\A\\sim~", "=", r"x \approx 3.1", "x = 3.1"),
+    (r"\A([^:]+):([^:]+)\Z", r"(\1)/(\2)", "3:2", "(3)/(2)"),
 ]
+# What changes a value and is no name, as in "0 at least": letters times zero would be zero.
+UNREAD = re.compile(rf"(?<![A-Za-z\\{{])(?![A-Z]{{2}})(?i:{_VALUE_WORDS})(?![A-Za-z])")
 
 
 _ABBREVIATIONS = {"TEXT": _TEXT, "COMMAND": _COMMAND, "~": "(?![A-Za-z])"}
@@ -143,13 +118,14 @@ RULES = [(re.compile(pattern), *others) for pattern, *others in RULES]
 @functools.lru_cache(maxsize=4096)
 def clean(text: str) -> str:
     """`text` in one spelling: no units, no layout, and one way to write what has many."""
-    text = re.sub(r"(?<!\.)\.\s*$", "", text.translate(_UNICODE)).strip()
+    text = re.sub(r"(?<!\.)\.\s*\Z", "", text.translate(_UNICODE)).strip()
     for pattern, new, *_ in RULES:
-        text = pattern.sub(new, text)
-    return text.strip(" =:").rstrip(" .,")
+        text = pattern.sub(new, text).strip()
+    text = text.strip(" =:")
+    return text if text.endswith("...") else text.rstrip(" .,")  # 1, 2, ... goes on
 
 
-_SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil begin end pmod emptyset".split()
+_SYMBOLS = "frac binom sqrt pi infty lfloor rfloor lceil rceil emptyset".split()
 COMMANDS = frozenset([*FUNCTIONS, *_SYMBOLS])
 _LETTERS = """
 alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau
@@ -163,16 +139,14 @@ NAME = re.compile(
 )
 _TOKEN = re.compile(
     r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:\s*_\s*(?:\d+|\{\s*\d+\s*\}))?"
-    r"|\\begin\s*\{(?:[pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?|\\end\s*\{[a-z]*\}"
     rf"|\\?(?:{'|'.join(FUNCTIONS)}|sqrt|pi|infty)(?![A-Za-z])|sqrt(?=\d)"
-    r"|(?:\\[A-Za-z]+|[A-Za-z])[˙']*(?:\s*_\s*(?:\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9]))?'*"
+    r"|(?:\\[A-Za-z]+|[A-Za-z])(?:˙d?˙)?'*(?:\s*_\s*(?:\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9]))?'*"
     r"|[<>]=|(?<![\d)}\]!])!=|\\.|\S",
     re.S,
 )
 _ALIASES = r"""
-\leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠ \neq ≠ != ≠ \approx ≈
-\equiv = \in ∈ \cup ∪ \pm ± \mp ∓ \langle ( \rangle ) \lbrace \{ \rbrace \} \lvert | \rvert |
-\vert | \mid | \| | ∞ infty \varnothing emptyset
+\leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠ \neq ≠ != ≠ ∞ infty
+\equiv = \in ∈ \cup ∪ \pm ± \mp ∓ \langle ( \rangle ) \lbrace \{ \rbrace \} \varnothing emptyset
 """.split()
 _ALIASES = dict(zip(_ALIASES[::2], _ALIASES[1::2], strict=True))
 _ALIASES |= {"\\" + name: name for name in COMMANDS}
@@ -181,6 +155,4 @@ _ALIASES |= {"\\" + name: name for name in COMMANDS}
 def tokenize(text: str) -> list[str]:
     """The tokens of a cleaned text: numbers, names with their indices, commands, signs."""
     tokens = [re.sub(r"[\s{}]", "", t) if "_" in t else t for t in _TOKEN.findall(text)]
-    tokens = [t[:6] if t.startswith("\\begin") else t for t in tokens]
-    tokens = [t[:4] if t.startswith("\\end") else t for t in tokens]
     return [_ALIASES.get(token, token) for token in tokens]

@@ -5,9 +5,8 @@ token statistics and sampling all take the same kernel. Otherwise the policy tha
 policy that is trained would differ by a rounding.
 """
 
-import functools
+import copy
 import inspect
-import types
 
 import torch
 from torch.nn import functional
@@ -21,27 +20,27 @@ def fuse_norms(model: Model) -> Model:
     """
     for parent in list(model.modules()):
         for name, norm in parent.named_children():
-            if is_rms_norm(type(norm)) and norm.weight.dim() == 1:
+            if is_rms_norm(norm):
                 fused = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
                 fused.weight = norm.weight
                 setattr(parent, name, fused.train(norm.training))
     return model
 
 
-@functools.cache
-def is_rms_norm(kind: type) -> bool:
-    """Whether a class of transformers computes x / sqrt(mean(x^2) + epsilon) * weight.
+def is_rms_norm(norm: torch.nn.Module) -> bool:
+    """Whether a module of transformers computes x / sqrt(mean(x^2) + epsilon) * weight.
 
-    Tried, with a weight and an epsilon that are not trivial: many classes share the name alone. A
-    bare namespace holds the two, so that a forward that needs more fails.
+    Many classes share the name alone. So a copy is tried, on the CPU also where the module's own
+    weight is on "meta", with a weight and an epsilon that are not trivial.
     """
-    forward = kind.forward
-    if "RMSNorm" not in kind.__name__ or len(inspect.signature(forward).parameters) != 2:
+    if "RMSNorm" not in type(norm).__name__ or [*norm.state_dict()] != ["weight"]:
+        return False
+    if norm.weight.dim() != 1 or len(inspect.signature(norm.forward).parameters) != 1:
         return False  # a second input would be a gate
     seeded = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}  # not on "meta"
-    x, weight = torch.randn(3, 64, **seeded), torch.randn(64, **seeded)
-    try:
-        found = forward(types.SimpleNamespace(weight=weight, variance_epsilon=0.1), x)
-    except AttributeError:
-        return False
-    return torch.allclose(found, functional.rms_norm(x, (64,), weight, 0.1), rtol=1e-6, atol=0)
+    size = len(norm.weight)
+    x, weight = torch.randn(3, size, **seeded), torch.randn(size, **seeded)
+    trial = copy.deepcopy(norm).to_empty(device="cpu")
+    trial.weight, trial.variance_epsilon = torch.nn.Parameter(weight), 0.1
+    expected = functional.rms_norm(x, (size,), weight, 0.1)
+    return torch.allclose(trial(x), expected, rtol=1e-6, atol=0)

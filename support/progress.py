@@ -1,16 +1,13 @@
-"""How far the work has come: bars on a terminal, plain lines where stderr is a file; `follow`.
+"""How far the work has come: bars on a terminal, plain lines where stderr is a file.
 
 A log file keeps every refresh of a bar, so it gets none: a line for each training step, and for a
 phase of more than a minute a line a minute. Ranks other than 0 say nothing.
 """
 
 import contextlib
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
@@ -25,7 +22,7 @@ def on_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-class Lines:
+class Lines(contextlib.AbstractContextManager):
     """The part of tqdm's interface that this project uses, as one line a minute on stderr."""
 
     def __init__(self, total: int, name: str) -> None:
@@ -42,9 +39,6 @@ class Lines:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> "Lines":
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -127,28 +121,6 @@ class Steps:
         say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 
-def follow(folder: str, seconds: float = 10) -> Iterator[dict]:
-    """The lines of a run's metrics.jsonl and those to come, until the run's end or Ctrl-C.
-
-    The scores of an evaluation are flat: `eval/aime24`, in percent. What a resumed run has cut off
-    and made again comes again.
-    """
-    config, log = Path(folder, "config.json"), Path(folder, "metrics.jsonl")
-    lines, last = [], None
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            sent, lines = lines, log.read_text("utf-8").split("\n")[:-1] if log.exists() else []
-            for line in map(json.loads, lines[len(os.path.commonprefix([sent, lines])) :]):
-                scores = line.pop("eval", None) or {}
-                last = line["step"], bool(scores)
-                yield line | {f"eval/{name}": score["mean"] for name, score in scores.items()}
-            flags = json.loads(config.read_text("utf-8"))  # --resume may change them
-            steps, every = flags["steps"], flags["eval_every"]
-            if last == (steps, every > 0 and steps % every == 0):  # the last may be an evaluation
-                return
-            time.sleep(seconds)
-
-
 SAMPLING_WARNING = (
     "step {step}: the sampler does not draw from the policy that is trained: -ln p of the sampled "
     "tokens is {sampling_gap:+.4f} nats from the entropy on average (z = {sampling_z:+.1f}). "
@@ -156,10 +128,10 @@ SAMPLING_WARNING = (
 )
 
 
-def with_error(score: dict) -> str:
+def with_error(score: dict, digits: int = 1) -> str:
     """A benchmark's mean in percent, with its standard error where there is one."""
     error = score["standard_error"]
-    return f"{score['mean']:.1f}" + ("" if error is None else f" ± {error:.1f}")
+    return f"{score['mean']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def sizes(line: dict, name: str) -> tuple[int, int] | None:

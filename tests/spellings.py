@@ -1,7 +1,6 @@
 r"""Right and wrong spellings of the benchmarks' gold answers, and what the grader makes of them.
 
-    python tests/spellings.py                 # acceptance, speed and worst case
-    python tests/spellings.py --math_verify   # the same cases through math-verify as well
+    python tests/spellings.py   # acceptance, speed and worst case
 
 Every rewriting is a plain edit of the gold string, made without a look at `answers.py`: a right
 spelling keeps the value by construction, a wrong one changes it. The environment variable
@@ -291,33 +290,16 @@ def wrong_spellings(gold: str, others: list[str], rng: random.Random) -> list[st
     if isinstance(value, Fraction):
         if re.fullmatch(r"[-+]?\d+", bare):
             n = int(bare)
-            out += [f"{n + d}" for d in (-2, -1, 1, 2, 10)] + [
-                f"{n}5",
-                f"{n}.5",
-                f"{n}0" if n else "7",
-            ]
+            out += [str(n + d) for d in (-2, -1, 1, 2, 10)] + [f"{n}5", f"{n}.5", f"{n}0", f"7{n}"]
             out += [str(n)[:-1], str(n)[1:], str(n)[::-1], rf"\frac{{{n}}}{{2}}", rf"\sqrt{{{n}}}"]
         if value:
-            out += [
-                f"-({bare})",
-                rf"2({bare})",
-                rf"{bare} \cdot 10^{{1}}",
-                rf"{bare} \cdot 10^{{-2}}",
-            ]
-            out += (
-                [rf"\frac{{{value.denominator}}}{{{value.numerator}}}"] if abs(value) != 1 else []
-            )
+            out += [f"-({bare})", rf"2({bare})", rf"{bare} \cdot 10", rf"{bare} \cdot 10^{{-2}}"]
+            if abs(value) != 1:
+                out.append(rf"\frac{{{value.denominator}}}{{{value.numerator}}}")
         if m := re.fullmatch(r"(-?\d*\.?\d*)(\d)((?:e-?\d+)?)", bare):  # the last digit
             out += [f"{m[1]}{d}{m[3]}" for d in (int(m[2]) - 1, int(m[2]) + 1) if 0 <= d <= 9]
         out = [x for x in out if simple_value(x) != value and x.strip("-")]
-        if value == 1:  # 1 is its own inverse and its own root
-            out = [x for x in out if "frac{1}{1}" not in x and "sqrt{1}" not in x]
-        if value == 0:
-            out = [
-                x
-                for x in out
-                if "frac{0}" not in x and "sqrt{0}" not in x and not re.fullmatch("-?0+", x)
-            ]
+        out = [x for x in out if value not in (0, 1) or "sqrt" not in x]  # their own roots
     else:
         numbers = list(re.finditer(r"(?<![\d.])\d+(?![\d.])", bare))
         if numbers:
@@ -330,95 +312,13 @@ def wrong_spellings(gold: str, others: list[str], rng: random.Random) -> list[st
             out.append(re.sub(r"\\sqrt\{(\d+)\}", lambda m: rf"\sqrt{{{int(m[1]) + 1}}}", bare))
         items = [x.strip(", ") for x in split_top(bare, ",")]
         if len(items) > 1:
-            out += [
-                ", ".join(items[:-1]),
-                ", ".join([*items, "12345"]),
-                ", ".join([*items[:-1], "12345"]),
-            ]
+            out += [", ".join(x) for x in (items[:-1], [*items, "12345"], [*items[:-1], "12345"])]
         if m := re.fullmatch(r"\(([^,]+), ?([^,]+)\)", bare):
             out += [f"({m[2]}, {m[1]})", f"[{m[1]}, {m[2]}]", f"({m[1]}, {m[2]}]"]
         if m := re.fullmatch(r"([^=,]*?)([-+])([^=,+-]*)", bare):
             out.append(f"{m[1]}{'+' if m[2] == '-' else '-'}{m[3]}")
     out += [o for o in rng.sample(others, 6) if simple_value(o) != value]
     return list(dict.fromkeys(x for x in out if x.strip() and x != bare))
-
-
-def number_pairs(bare: str) -> list[tuple[str, str]]:
-    """(right, wrong) spellings of a number: named values, words, units, residues."""
-    n = int(bare) if re.fullmatch(r"-?\d+", bare) else None
-    other = rf"{bare}+7" if n is None else str(n + 1)
-    pairs = [
-        (f"AB = {bare}", f"AB = {other}"),
-        (f"f(2) = {bare}", f"f(2) = {bare}, f(3) = 7"),
-        (f"m+n = {bare}", f"m+n = {other}"),
-        (rf"\angle PSQ = {bare}^\circ", rf"\angle PSQ = {other}"),
-        (rf"\frac{{AB}}{{CD}} = {bare}", rf"\frac{{AB}}{{CD}} = -({other})"),
-        (rf"{bare}\,\mathrm{{W\,m^{{-2}}}}", rf"\text{{at least }} {bare}"),
-        (rf"{bare}\,\mathrm{{erg\,s^{{-1}}}}", rf"{bare} \text{{ or more}}"),
-        (rf"{bare} {{\rm cm}}", rf"\text{{more than }} {bare}"),
-        (rf"{bare} \text{{ units}}", rf"{bare} \text{{ R }} 2"),
-        (rf"= {bare}", rf"{bare} \text{{ out of }} 15"),
-        (rf"{bare} \text{{ m}}", rf"{bare} \text{{ at most}}"),
-        (rf"{bare} \text{{ points}}", rf"{bare} \text{{ or six}}"),
-        (rf"z = {bare}", rf"z \not= {bare}"),
-        (f"{bare}.", f"{bare}, ..."),
-    ]
-    if bare != "0":
-        pairs.append((rf"1000000({bare}) / 10^6", rf"{bare} \text{{ million}}"))
-        pairs.append((rf"+{bare}", rf"\text{{-}}{bare}"))
-    if n is not None and n > 3:
-        factor = next((d for d in range(2, n) if n % d == 0), n)
-        pairs.append((f"{factor} \\cdot {n // factor}", f"{factor} {n // factor}"))
-        pairs.append((f"({factor})({n // factor})", rf"{factor} \text{{ ft }} {n // factor}"))
-        pairs.append((rf"{n} \pmod{{{n + 3}}}", rf"{n - 1} \pmod{{{n + 3}}}"))
-        pairs.append((rf"x \equiv {n} \pmod{{{n + 3}}}", rf"{n} \pmod{{{n + 3}}} + 1"))
-    if n is not None and n not in (0, 1):
-        pairs.append((f"x = {bare}", f"x^2 = {bare}"))
-        pairs.append((f"{bare} = x", f"2x = {bare}"))
-    return pairs
-
-
-def pairs(bare: str) -> list[tuple[str, str]]:
-    """(right, wrong) spellings of a gold answer, each wrong one a near miss of the right one."""
-    number = re.fullmatch(r"-?\d+(?:\.\d+)?|-?\d*\\sqrt\{\d+\}|-?\\frac\{\d+\}\{\d+\}", bare)
-    out = number_pairs(bare) if number else []
-    if "\\" in bare and not re.search(r"\\\\|\\text|\\mbox|\$", bare):
-        escaped = bare.replace("\\", "\\\\")
-        changed = re.sub(r"\d", lambda m: str(int(m[0]) + 1), escaped, count=1)
-        out += [(escaped, changed)] if changed != escaped else []
-    if m := re.fullmatch(r"-?\\[dt]?frac\{(\d+)\}\{(\d+)\}", bare):
-        value = (-1) ** (bare[0] == "-") * Fraction(int(m[1]), int(m[2]))
-        if abs(value) > 0.1 and (value * 10**4).denominator > 1:
-            out.append((rf"{bare} \approx {float(value):.4f}", rf"{float(value):.4f}"))
-            out.append((rf"x = {bare} \approx {float(value):.3f}", rf"\approx {float(value):.3f}"))
-    if m := re.fullmatch(r"([a-zA-Z])\(([a-z])\) ?= ?([^=,]*)", bare):
-        renamed = re.sub(rf"(?<![A-Za-z\\]){m[2]}(?![A-Za-z])", "t", m[3])
-        out.append((f"{m[1]}(t) = {renamed}", f"{m[1]}(t) = {renamed} + {m[2]}"))
-        out.append((f"{m[1]}(t)={renamed}", f"{m[1]}(t) = 2({renamed})"))
-    if m := re.fullmatch(r"\(-\\infty, ?(\S+)\) ?\\cup ?\((\S+), ?\\infty\)", bare):
-        out.append(
-            (rf"x < {m[1]} \text{{ or }} x > {m[2]}", rf"x \le {m[1]} \text{{ or }} x > {m[2]}")
-        )
-        out.append((f"x<{m[1]} or {m[2]}<x", rf"x < {m[1]} \text{{ and }} x > {m[2]}"))
-    if m := re.fullmatch(r"\(([^,]+), ?\\infty\)", bare):
-        out.append((f"y > {m[1]}", f"y >= {m[1]}"))
-    if m := re.fullmatch(r"(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]", bare):
-        out.append((f"{m[1]} <= x <= {m[2]}", f"{m[1]} <= x < {m[2]}"))
-    if m := re.fullmatch(r"(\d+)_\{?(\d)\}?", bare):
-        out.append((f"({m[1]})_{m[2]}", f"({m[1]})_{int(m[2]) + 1}"))
-    if m := re.fullmatch(r"([\d.]+) ?\\?%", bare):
-        out.append((f"{m[1]} percent", f"{m[1]}1 percent"))
-        out.append((rf"{m[1]} \text{{ percent}}", rf"{m[1]} \text{{ hundredths}}"))
-    if m := re.fullmatch(r"\\binom\{(\w+)\}\{(\w+)\}", bare):
-        out.append((rf"{{{m[1]} \choose {m[2]}}}", rf"{{{m[2]} \choose {m[1]}}}"))
-    if "matrix" in bare and "/" not in bare:
-        doubled = re.sub(r"\d+", lambda m: str(2 * int(m[0])), bare)
-        out += [(rf"\frac{{1}}{{2}}{doubled}", f"2{doubled}"), (f"--{bare}", f"-{bare}")]
-    if "floor" in bare or "lceil" in bare:
-        for command in ("floor", "ceil"):
-            later = re.sub(r"(?<=[A-Za-z} ])([a-z])(?![a-z])", r"(\1+1)", bare)
-            out.append((bare.replace(f"\\l{command}", f"\\l{command} "), later))
-    return out
 
 
 def boxed(answer: str) -> str:
@@ -431,16 +331,14 @@ def cases(seed: int = 0) -> tuple[list[tuple], list[tuple]]:
     others = [gold for _, gold in rows]
     right = [(f, g, s) for f, g in rows for s in right_spellings(g, rng)]
     wrong = [(f, g, s) for f, g in rows for s in wrong_spellings(g, others, rng)]
-    near = [(f, g, *pair) for f, g in rows for pair in pairs(g.strip("$ "))]
-    right += [(f, g, s) for f, g, s, _ in near]
-    wrong += [(f, g, s) for f, g, _, s in near]
     return right, wrong
 
 
 def seconds(function, *arguments) -> float:
-    start = time.perf_counter()
+    """CPU time of one call: what else the machine does is left out."""
+    start = time.process_time()
     function(*arguments)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def hostile_seconds(is_correct) -> dict[str, float]:
@@ -487,32 +385,11 @@ def main() -> None:
             print(f"{title}: {name}: gold {gold!r}, answer {spelling!r}")
     print(f"right spellings accepted: {1 - len(refused) / len(right):.4%} of {len(right)}")
     print(f"wrong spellings accepted: {len(accepted) / len(wrong):.4%} of {len(wrong)}")
-    for name in FILES:
-        n = sum(c[0] == name for c in right)
-        print(f"  {name}: {n - sum(c[0] == name for c in refused)} of {n}")
     sample = random.Random(1).sample(right + wrong, 2_000)
     times = [seconds(is_correct, boxed(s), g) for _, g, s in sample]
     print(f"median {statistics.median(times) * 1e6:.0f} us, slowest {max(times) * 1e3:.2f} ms")
     name, slowest = max(hostile_seconds(is_correct).items(), key=lambda item: item[1])
     print(f"slowest hostile input: {slowest * 1e3:.1f} ms ({name})")
-    if "--math_verify" in sys.argv:
-        grade = math_verify_grader()
-        pairs = cross_pairs(3_000)
-        split = [(g, s) for g, s in pairs if is_correct(boxed(s), g) != grade(boxed(s), g)]
-        print(
-            f"agreement with math-verify on {len(pairs)} pairs: {1 - len(split) / len(pairs):.4%}"
-        )
-        for pair in split:
-            print("  differ:", *map(repr, pair))
-        ratios = [
-            seconds(grade, boxed(s), g) / seconds(is_correct, boxed(s), g)
-            for _, g, s in sample[:500]
-        ]
-        print(f"math-verify takes {statistics.median(ratios):.0f} times as long, by the median")
-        for title, list_ in (("right", right), ("wrong", wrong)):
-            part = random.Random(2).sample(list_, 1_000)
-            share = sum(grade(boxed(s), g) for _, g, s in part) / len(part)
-            print(f"math-verify accepts {share:.2%} of 1,000 {title} spellings")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The benchmark's twins do the same work as the code they time, and its sums are the tensors'."""
 
+import copy
+import functools
 import importlib.util
 import math
 import re
@@ -8,9 +10,12 @@ import bench
 import costs
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import rollout
 import stapo
+from support import decoding
 
 
 def total_bytes(tensors) -> int:
@@ -47,7 +52,7 @@ def test_plain_update_is_the_twin_of_update(monkeypatch):
     assert 0 < differences[-1] < 1e-5  # two computations: they round differently
     monkeypatch.setattr(bench, "error", compare)
     # With this loss responses with A = 0 have a gradient, too. The twin alone forwards them.
-    monkeypatch.setattr(stapo, "batch_loss", lambda *args: (args[2].sum(), {}))
+    monkeypatch.setattr(stapo, "objective", lambda *args: (args[2].sum(), {}))
     with pytest.raises(RuntimeError, match="not have the same gradient"):
         next(bench.update(quick=True))
 
@@ -74,40 +79,108 @@ def test_both_rollouts_obey_the_schedule_and_sample_the_words(model):
 
 @pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed")
 def test_step_does_the_same_work_as_trl():
-    assert next(bench.step(quick=True))["value"] > 0
+    assert next(bench.step(quick=True))[1] > 0
 
 
 # ---------------------------------------- the counted step
 
 
-def test_counted_step_holds_its_bars():
-    """Nearly nothing is moved beside weights and cache, and the page has the sentence."""
-    model, least = costs.empty_model("1.7B"), 2 * 1_720_574_976 + 64 * 2000 * 28 * 2 * 8 * 128 * 2
-    assert costs.least_step_bytes(model, 64 * 2000) == least
-    step = costs.counted_step(model)
-    assert least < step.bytes <= 19.2e9, "transformers before 5.23 copies keys and values"
-    assert step.launches <= 860
-    assert costs.step_sentence(step) in (costs.ROOT / "docs" / "reference.md").read_text()
+class Count(TorchDispatchMode):
+    """Kernels and bytes of what runs on the meta device, as CUDA would run it.
+
+    A kernel reads its inputs and writes its outputs once; a lookup moves what it finds, a write
+    into a part of a tensor that part. Views and empty tensors are free.
+    """
+
+    FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
+    FOUND = ("aten::embedding", "aten::index.Tensor", "aten::gather", "aten::searchsorted.Tensor")
+    kernels = bytes = 0
+
+    def kernel(self, *moved: torch.Tensor) -> torch.Tensor:
+        """Counts one; returns a tensor like the first that it moves."""
+        self.kernels += 1
+        for tensor in moved:  # an expanded dimension (stride 0) is there once
+            sizes = [n for n, stride in zip(tensor.shape, tensor.stride()) if stride]
+            self.bytes += tensor.element_size() * math.prod(sizes)
+        return torch.empty_like(moved[0])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name, outs = func.name(), tensors_in(out)
+        if any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+            return out  # a view
+        if name.startswith(self.FOUND):
+            self.kernel(*outs, *outs)
+        elif name.startswith(("aten::index_put_", "aten::copy_")):
+            new = args[2] if "index_put" in name else args[1]
+            self.kernel(new, new)
+        elif not name.startswith(self.FREE):
+            self.kernel(*tensors_in((args, kwargs)), *outs)
+        return out
 
 
-def test_count_knows_what_a_kernel_moves():
+def tensors_in(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """count(call) -> Count; attention and RMSNorm are one kernel each, as on CUDA."""
+
+    def counted(call) -> Count:
+        count = Count()
+        attention = lambda q, k, v, attn_mask=None, **_: count.kernel(q, q, k, v, attn_mask)  # noqa: E731
+        norm = lambda x, _shape, weight, _eps: count.kernel(x, weight, x)  # noqa: E731
+        with monkeypatch.context() as patch, count, torch.no_grad():
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+            patch.setattr(torch.nn.functional, "rms_norm", norm)
+            call()
+        return count
+
+    return counted
+
+
+def test_count_knows_what_a_kernel_moves(count):
     with torch.device("meta"):
         a, b = torch.empty(4, 8), torch.empty(8, 16)
         rows = torch.zeros(2, dtype=torch.long)
-    product = costs.counted(lambda: (a @ b).view(2, 32))
-    assert (product.launches, product.bytes) == (1, 4 * (4 * 8 + 8 * 16 + 4 * 16))
-    assert costs.counted(lambda: a[rows]).bytes == 4 * 2 * (2 * 8)
+        norm = torch.nn.RMSNorm(8)
 
     def write():
         a[rows] = b[:2, :8]
 
-    assert costs.counted(write).bytes == 4 * 2 * (2 * 8)
-    shared = costs.counted(lambda: a + b[:1, :8].expand(4, 8))
-    assert shared.bytes == 4 * (4 * 8 + 8 + 4 * 8)
-    norm = torch.nn.RMSNorm(8, device="meta")
-    fused = costs.counted(lambda: norm(a))
-    assert (fused.launches, fused.bytes) == (1, 4 * (4 * 8 + 8 + 4 * 8))
-    assert norm(torch.ones(1, 8, device="meta")).shape == (1, 8)  # torch's own again
+    for call, words in (
+        (lambda: (a @ b).view(2, 32), 4 * 8 + 8 * 16 + 4 * 16),
+        (lambda: a[rows], 2 * (2 * 8)),
+        (write, 2 * (2 * 8)),
+        (lambda: a + b[:1, :8].expand(4, 8), 4 * 8 + 8 + 4 * 8),
+        (lambda: norm(a), 4 * 8 + 8 + 4 * 8),
+    ):
+        found = count(call)
+        assert (found.kernels, found.bytes) == (1, 4 * words)
+
+
+@pytest.mark.parametrize("name, layers, size", [("1.7B", 28, 1_720_574_976), ("8B", 36, 0)])
+def test_a_decoding_step_moves_little_beside_weights_and_cache(count, name, layers, size):
+    """The page has the sentence; costs.py's number of kernels is the counted one."""
+    model, rows, length = copy.deepcopy(costs.empty_model(name)).bfloat16(), 64, 2000
+    forward = functools.partial(model, use_cache=True, logits_to_keep=1)
+    draw = lambda _token, logits, numbers: decoding.next_token(logits, numbers)  # noqa: E731
+    with torch.device("meta"), torch.no_grad():
+        cache = decoding.SlotCache(length + 64, model.device, model.dtype)
+        cache.reserve(rows, length + 64)
+        forward.keywords["past_key_values"] = cache
+        texts = [[7] * length] * rows
+        step = lambda: decoding.decode(forward, cache, texts, [0] * rows, 1, draw)  # noqa: E731
+        step()  # makes the cache
+        found = count(step)
+    assert found.kernels == costs.KERNELS[0] + costs.KERNELS[1] * layers
+    if size:
+        least = 2 * size + rows * length * layers * 2 * 8 * 128 * 2
+        assert least < found.bytes <= 19.2e9, "transformers before 5.23 copies keys and values"
+        sentence = f"moves {found.bytes / 1e9:.1f} GB ({least / 1e9:.1f} GB is the least) with "
+        page = (costs.ROOT / "docs" / "reference.md").read_text()
+        assert f"{sentence}{found.kernels} kernel launches" in page
 
 
 # ---------------------------------------- memory
@@ -135,9 +208,8 @@ def test_states_and_cache_are_counted_to_the_byte(model):
     assert held["adamw"] == total_bytes(moments)
     cache = model.bfloat16()(ids, use_cache=True).past_key_values
     held_cache = total_bytes(t for layer in cache.layers for t in (layer.keys, layer.values))
-    weights = total_bytes(model.parameters())
-    assert weights == held["gathered"]
-    assert costs.least_step_bytes(model, 3 * 17) == weights + held_cache
+    assert total_bytes(model.parameters()) == held["gathered"]
+    assert held_cache == 3 * 17 * costs.cache_bytes(model.config)
 
 
 def test_shards_are_counted_to_the_byte(model):
@@ -190,8 +262,8 @@ def test_lengths_are_log_normal():
     assert lengths[15] == pytest.approx(79 / 1.65, rel=0.05)  # one sigma (0.5) below
 
 
-def test_rollout_time_counts_the_steps_that_a_rollout_takes(model):
-    lengths, calls, taken = costs.log_normal_lengths(32, 20, 56, 1.0), [], []
+def test_rollout_steps_are_those_that_a_rollout_takes(model):
+    lengths, taken = costs.log_normal_lengths(32, 20, 56, 1.0), []
     prompts = torch.randint(3, 1024, (32, 16))
     prompts[:, -1] = torch.arange(32, 64)
     model.register_forward_hook(
@@ -202,16 +274,13 @@ def test_rollout_time_counts_the_steps_that_a_rollout_takes(model):
         tokenizer, options = bench.word_tokenizer(1024), {"max_new_tokens": 56, "batch_size": 8}
         rollout.sample(model, tokenizer, prompts.tolist(), **options)
 
-    def step_seconds(rows, longest):
-        calls.append((rows, longest))
-        return torch.full((len(longest),), 0.5)
-
-    seconds, steps = costs.rollout_time(lengths, 8, step_seconds)
+    steps = costs.rollout_steps(lengths, 8)
     decoded = [rows for rows, width in taken if width == 1]
-    assert steps == len(decoded) and seconds == 0.5 * steps
-    assert [rows for rows, longest in calls for _ in range(8 * len(longest))] == decoded
-    assert calls[0][0] == 8 and calls[0][1][0] == costs.PROMPT
-    assert all(longest.diff().eq(8).all() for _, longest in calls)
+    assert steps[:, 0].repeat_interleave(costs.CHECK_EVERY).tolist() == decoded
+    assert steps[0].tolist() == [8, costs.PROMPT]
+    # a look later the longest has eight tokens more, or has ended
+    more = steps[:, 1].diff()
+    assert ((more == 8) | (more <= 0)).all() and (more == 8).any() and (more < 0).any()
 
 
 def test_costs_by_hand():
@@ -219,14 +288,14 @@ def test_costs_by_hand():
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=4096)
     model, size = costs.empty_model("1.7B"), 1_720_574_976
     slow_host = costs.cost(cfg, model, 2, costs.Card(80, 1e15, 1e18), host=1e-3)
-    assert slow_host.rows == 32 and slow_host.decoding_steps <= 4096
-    assert slow_host.sampling == pytest.approx(0.830 * slow_host.decoding_steps)
-    statistics = 2 * size * (slow_host.tokens + 200) * 64 / (2 * 0.4 * 1e15)
-    assert slow_host.statistics == pytest.approx(statistics)
-    assert slow_host.update == pytest.approx((8 + 0.5 * 2 * 3 / 4) / 2 * statistics)
+    assert slow_host["rows"] == 32 and slow_host["decoding_steps"] <= 4096
+    assert slow_host["sampling"] == pytest.approx(0.830 * slow_host["decoding_steps"])
+    statistics = 2 * size * (slow_host["tokens"] + 200) * 64 / (2 * 0.4 * 1e15)
+    assert slow_host["statistics"] == pytest.approx(statistics)
+    assert slow_host["update"] == pytest.approx((8 + 0.5 * 2 * 3 / 4) / 2 * statistics)
     # memory that needs more than the host's time for the weights alone
     slow_card = costs.cost(cfg, model, 2, costs.Card(80, 1e15, 2 * size / 0.1), host=1e-5)
-    assert slow_card.sampling > 0.1 * slow_card.decoding_steps
+    assert slow_card["sampling"] > 0.1 * slow_card["decoding_steps"]
     with pytest.raises(ValueError, match="does not fit on 1 x 24 GB"):
         costs.cost(cfg, model, 1, costs.CARDS["RTX 4090"], host=1e-5)
 
@@ -234,40 +303,28 @@ def test_costs_by_hand():
 def test_a_decoding_step_by_hand():
     """The host; the card with weights, small kernels, and attention over one row and over 64."""
     model, card = costs.empty_model("1.7B"), costs.Card(80, 1e15, 2e12)
-    tokens = torch.tensor([16000])
-    assert costs.step_seconds(model, card, host=1e-3)(64, tokens).item() == pytest.approx(0.830)
-    on_card, fixed = (
-        costs.step_seconds(model, card, host=0.0),
-        830 * 2e-6 + 2 * 1_720_574_976 / 2e12,
-    )
-    assert on_card(1, tokens).item() == pytest.approx(fixed + 28 * 0.58e-3)
-    assert on_card(64, tokens).item() == pytest.approx(
-        fixed + 64 * 16000 * 28 * 2 * 8 * 128 * 2 / 2e12
-    )
+    steps = torch.tensor([[1, 16000], [64, 16000]])
+    seconds = costs.step_seconds(model, card, host=1e-3, steps=steps)
+    assert seconds.tolist() == pytest.approx([0.830, 0.830])
+    fixed, cache = 830 * 2e-6 + 2 * 1_720_574_976 / 2e12, 64 * 16000 * 28 * 2 * 8 * 128 * 2 / 2e12
+    seconds = costs.step_seconds(model, card, host=0.0, steps=steps)
+    assert seconds.tolist() == pytest.approx([fixed + 28 * 0.58e-3, fixed + cache])
 
 
 def test_recipes_say_what_is_counted():
+    assert {path.name for path in (costs.ROOT / "recipes").iterdir()} == set(costs.RUNS)
     for run, machines in costs.RUNS.items():
         text = re.sub(r"\s+#?\s*", " ", (costs.ROOT / "recipes" / run).read_text())
-        (cfg, model), (gpus, card) = costs.load_run(run), machines[1 if run == costs.PAPER else 0]
+        (cfg, model), (gpus, card) = costs.load_run(run), machines[1 if len(machines) == 4 else 0]
         peak = costs.bytes_per_gpu(model, gpus)["update"] / 1e9
-        low, high = (
+        found = [
             costs.cost(cfg, model, gpus, costs.CARDS[card], host) for host in costs.HOST_SECONDS
-        )
-        longest = cfg.max_prompt_tokens + cfg.max_new_tokens
-        assert f"up to {peak:.1f} GB" in text and f" {low.rows} rows of {longest:,} tokens" in text
-        digits = 0 if low.seconds > 600 else 1
-        assert costs.span(low.seconds / 60, high.seconds / 60, digits) in text, run
-
-
-def test_tables_have_every_row_and_every_recipe_fits_on_its_cards():
-    for table, rows in (
-        (costs.memory_table(), len(costs.MACHINES)),
-        (costs.costs_table(), sum(map(len, costs.RUNS.values()))),
-    ):
-        lines = table.splitlines()
-        assert len(lines) == 2 + rows and len({line.count("|") for line in lines}) == 1
-    assert {path.name for path in (costs.ROOT / "recipes").iterdir()} == set(costs.RUNS)
+        ]
+        longest, rows = cfg.max_prompt_tokens + cfg.max_new_tokens, found[0]["rows"]
+        assert f"up to {peak:.1f} GB" in text and f" {rows} rows of {longest:,} tokens" in text
+        digits = 0 if found[0]["seconds"] > 600 else 1
+        minutes = costs.span(*(each["seconds"] / 60 for each in found), digits)
+        assert minutes in text, run
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none is here")
@@ -278,9 +335,9 @@ def test_cuda_benchmark(name, monkeypatch):
     monkeypatch.setattr(bench, "left_out", lambda what, why: reasons.append(f"{what}: {why}"))
     bench.distributed.start()
     try:
-        for line in bench.BENCHES[name](quick=False):
-            print(f"\n{bench.table_line(line, bars=False)}", end="", flush=True)
-            values.append(line["value"])
+        for what, value in bench.BENCHES[name](quick=False):
+            print(f"\n{what}: {value:.3g}", end="", flush=True)
+            values.append(value)
     finally:
         bench.distributed.finish()
     print(*("", *reasons), sep="\n")

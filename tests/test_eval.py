@@ -3,26 +3,26 @@
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
 import signal
-import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import BENCHMARKS, TINY
+from ranks import launch
 
 import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
 from support import distributed
 
+RESULTS = {"samples.jsonl", "settings.json", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
@@ -43,25 +43,21 @@ class Scripted:
     """
 
     def __init__(self, monkeypatch, script):
-        self.script, self.asked = script, []
-        self.before = {}
+        self.script, self.before = script, {}
+        self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda name: Letters())
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: name)
 
-    def __call__(self, model, tokenizer, prompts, *, poll, ended, seed=0, temperature, **options):
-        seeds = seed if seed else range(len(prompts))
+    def __call__(self, model, tokenizer, prompts, *, poll, ended, seed, **options):
+        self.decoded.append((options["temperature"], options.get("top_p")))
         for place in sorted(range(len(prompts)), key=lambda place: (place % 3, place)):
             self.before.get(len(self.asked), lambda: None)()
             poll()
-            prompt, noise = "".join(map(chr, prompts[place])), random.Random(seeds[place])
+            prompt, noise = "".join(map(chr, prompts[place])), random.Random(seed[place])
             text, length, truncated = self.script(model, prompt, noise)
             self.asked.append((model, prompt))
             ended(place, Response(prompts[place], [0] * length, truncated, text))
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def terminate() -> None:
@@ -75,7 +71,7 @@ def kill() -> None:
 def lucky(model: str, prompt: str, noise: random.Random):
     """Right half of the time, by the seed: what a real sampler looks like from outside."""
     answer = 7 if noise.random() < 0.5 else noise.randint(8, 99)
-    return f"so \\boxed{{{answer}}}", noise.randint(5, 50), noise.random() < 0.1
+    return f"∴ \\boxed{{{answer}}}", noise.randint(5, 50), noise.random() < 0.1
 
 
 def write_problems(path: Path, count: int, gold: str = "7") -> str:
@@ -144,6 +140,9 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
     Scripted(monkeypatch, lucky)
     for benchmark in evaluation.BENCHMARKS:
         write_problems(tmp_path / f"{benchmark.key}.jsonl", 2)
+    (tmp_path / "amc23.jsonl").unlink()
+    rows = {"problem": ["problem 0", "problem 1"], "answer": ["7", "7"]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "amc23.parquet")
     scores = run(tmp_path / "out", "--data_dir", tmp_path)
     header, _, row = (tmp_path / "out" / "table.md").read_text().splitlines()[:3]
     titles = "AIME24 | AIME25 | AMC23 | MATH500 | Minerva | OlympiadBench | mean"
@@ -155,9 +154,8 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
     pairs.append([sum(column) / 6 for column in zip(*pairs, strict=True)])
     cells = " | ".join(f"{first:.2f} ({second:.2f})" for first, second in pairs)
     assert row == f"| M | training (justrl) | rule | {cells} |"
-    assert [scores["training"][b.key]["samples"] for b in evaluation.BENCHMARKS] == [32] * 3 + [
-        4
-    ] * 3
+    counts = [found["samples"] for found in scores["training"].values()]
+    assert counts == [32] * 3 + [4] * 3
 
 
 # ------------------------------------------------------------------------------ long runs survive
@@ -168,13 +166,15 @@ def damage(path: Path, how: str) -> None:
     data = path.read_bytes()
     amid = data.index(b"\n", len(data) // 2)
     damaged = {
-        "whole": data,
         "torn": data[:-9],
         "newline lost": data[:-1],
         "half a line": data + b'{"benchmark": "many", "decoding": "tr\xc3',
         "zeros amid": data[: amid - 40] + bytes(40) + data[amid:],
     }
-    path.write_bytes(damaged[how])
+    path.write_bytes(damaged.get(how, data))
+    if how == "amid merging":  # the new file is whole, and one of its parts is still there
+        part = data.splitlines(keepends=True)[30:20:-1]
+        path.with_suffix(".rank3.jsonl").write_bytes(b"".join(part))
 
 
 @pytest.fixture
@@ -187,187 +187,109 @@ def run_and_read(output: Path, flags: list) -> tuple[dict, bytes]:
     return run(output, *flags), (output / "samples.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("how", ["whole", "torn", "newline lost", "half a line", "zeros amid"])
-def test_interrupted_and_continued_equals_uninterrupted(tmp_path, monkeypatch, many, how):
-    fake = Scripted(monkeypatch, lucky)
+@pytest.mark.parametrize(
+    "how", ["whole", "torn", "newline lost", "half a line", "zeros amid", "amid merging"]
+)
+def test_stopped_and_continued_equals_uninterrupted(tmp_path, monkeypatch, capfd, many, how):
+    fake, parts = Scripted(monkeypatch, lucky), tmp_path / "parts"
     scores, whole = run_and_read(tmp_path / "whole", many)
-    assert len(fake.asked) == 56 == len(set(map(evaluation.row_key, rows_of(tmp_path / "whole"))))
-    fake.before = {56 + 37: interrupt}
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "parts", *many)
-    assert len(rows_of(tmp_path / "parts")) == 37, "every response that had ended is kept"
-    damage(tmp_path / "parts" / "samples.jsonl", how)
+    assert len(fake.asked) == len(set(whole.splitlines())) == 56 == whole.count("∴".encode())
+    fake.before = {56 + 37: terminate}
+    with pytest.raises(SystemExit) as end:
+        run(parts, *many)
+    assert end.value.code == 130 and len(fake.asked) == 56 + 37, "nothing is sampled after it"
+    assert "the same command continues" in capfd.readouterr().err
+    assert not (parts / "table.md").exists()
+    assert len(rows_of(parts)) == 37, "every response that had ended is kept"
+    damage(parts / "samples.jsonl", how)
     fake.before = {}
-    assert run_and_read(tmp_path / "parts", many) == (scores, whole)
+    assert run_and_read(parts, many) == (scores, whole)
     sampled = 2 * 56 + (how in ("torn", "zeros amid"))
     assert len(fake.asked) == sampled
-    assert run_and_read(tmp_path / "parts", many)[0] == scores
+    assert run_and_read(parts, many) == (scores, whole)
     assert len(fake.asked) == sampled, "a finished evaluation samples nothing"
-
-
-def test_a_stop_keeps_what_had_ended_and_says_how_to_continue(tmp_path, monkeypatch, capfd, many):
-    fake = Scripted(monkeypatch, lucky)
-    whole = run_and_read(tmp_path / "whole", many)
-    fake.before, fake.asked = {38: terminate}, []
-    with pytest.raises(SystemExit) as end:
-        run(tmp_path / "parts", *many)
-    assert end.value.code == 130 and len(fake.asked) == 38, "nothing is sampled after the signal"
-    assert "the same command continues" in capfd.readouterr().err
-    assert not (tmp_path / "parts" / "table.md").exists()
-    assert len(rows_of(tmp_path / "parts")) == 38
-    fake.before = {}
-    assert run_and_read(tmp_path / "parts", many) == whole and len(fake.asked) == 56
-
-
-def test_a_crash_amid_merging_costs_no_row(tmp_path, monkeypatch, many):
-    """Between the new file and the deletion of its parts: their rows are there twice."""
-    fake = Scripted(monkeypatch, lucky)
-    scores, whole = run_and_read(tmp_path / "whole", many)
-    (tmp_path / "parts").mkdir()
-    lines = whole.splitlines(keepends=True)
-    for name, part in (("samples.jsonl", lines), ("samples.rank3.jsonl", lines[50:20:-1])):
-        (tmp_path / "parts" / name).write_bytes(b"".join(part))
-    settings = (tmp_path / "whole" / "settings.json").read_bytes()
-    (tmp_path / "parts" / "settings.json").write_bytes(settings)
-    assert run_and_read(tmp_path / "parts", many) == (scores, whole) and len(fake.asked) == 56
-    assert not (tmp_path / "parts" / "samples.rank3.jsonl").exists()
+    assert {path.name for path in parts.iterdir()} == RESULTS
 
 
 # --------------------------------------------------------------------------------- several ranks
 
 
-def on_ranks(
-    world_size: int, program: Callable[[int], None], on_a_host: int | None = None
-) -> list[int]:
-    """Run program(rank) in forked processes that find each other; their exit statuses.
-
-    As under torchrun, the others are killed soon after one has failed.
-    """
-    on_a_host = on_a_host or world_size
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def work(rank: int) -> None:
-        names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % on_a_host}
-        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": on_a_host}
-        os.environ.update({name: str(value) for name, value in names.items()})
-        program(rank)
-
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank,)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 60
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-        time.sleep(0.01)
-        if any(process.exitcode not in (None, 0, 130) for process in ranks):
-            deadline = min(deadline, time.monotonic() + 1)
-    failed = any(process.exitcode not in (None, 0, 130) for process in ranks)
-    hung = [process for process in ranks if process.is_alive()]
-    for process in hung:
-        process.kill()
-        process.join()
-    assert failed or not hung, "a rank waits for the others"
-    return [process.exitcode for process in ranks]
+def scripted_rank(output: Path, flags: list, before: dict) -> None:
+    """main() on a rank with a scripted model; `before` is for the last of three."""
+    fake = Scripted(pytest.MonkeyPatch(), lucky)
+    rank = os.environ.get("RANK", "0")
+    fake.before = before if rank == "2" else {}
+    run(output, *flags)
+    output.with_name(f"count-{rank}").write_text(str(len(fake.asked)))
 
 
-@pytest.fixture
-def three_ranks(tmp_path, monkeypatch) -> list:
-    """Flags of 2 x 28 responses.
-
-    The processes are forked: what has threads or locks, as `datasets`, stays out of them.
-    """
-    rows = [{"problem": f"problem {i}", "answer": "7"} for i in range(7)]
-    monkeypatch.setattr(evaluation, "load_problems", lambda source, split: rows)
-    return ["--benchmarks", "many.jsonl"]
-
-
-def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypatch, three_ranks):
-    """And no text goes from rank to rank."""
-    fake = Scripted(monkeypatch, lucky)
-    scores, whole = run_and_read(tmp_path / "whole", three_ranks)
-    fake.asked, sent = [], []
-
-    def program(rank: int) -> None:
-        for name in ("broadcast", "all_list"):
-            real = getattr(distributed, name)
-            spy = lambda value, real=real: (sent.append(value), real(value))[1]  # noqa: E731
-            monkeypatch.setattr(distributed, name, spy)
-        run(tmp_path / "parts", *three_ranks)
-        assert sent and "boxed" not in repr(sent)
-        (tmp_path / f"count-{rank}").write_text(str(len(fake.asked)))
-
-    assert on_ranks(3, program) == [0, 0, 0]
-    assert (tmp_path / "parts" / "samples.jsonl").read_bytes() == whole
-    assert json.loads((tmp_path / "parts" / "scores.json").read_text())["scores"] == scores
-    names = {"samples.jsonl", "settings.json", "scores.json", "table.md"}
-    assert {path.name for path in (tmp_path / "parts").iterdir()} == names
+def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypatch, many):
+    Scripted(monkeypatch, lucky)
+    parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)
+    assert launch(scripted_rank, 3, tmp_path / "log", parts, many, {}) == [0, 0, 0]
+    assert (parts / "samples.jsonl").read_bytes() == whole[1]
+    assert json.loads((parts / "scores.json").read_text())["scores"] == whole[0]
+    assert {path.name for path in parts.iterdir()} == RESULTS
     counts = [(tmp_path / f"count-{rank}").read_text() for rank in range(3)]
     assert counts == ["20", "18", "18"]
 
 
-@pytest.mark.parametrize("how, ranks_after", [(terminate, 2), (interrupt, 1), (kill, 1)])
+@pytest.mark.parametrize("how, code, ranks_after", [(terminate, 130, 2), (kill, -9, 1)])
 def test_what_ends_one_rank_costs_none_of_the_responses(
-    tmp_path, monkeypatch, three_ranks, how, ranks_after
+    tmp_path, monkeypatch, many, how, code, ranks_after
 ):
     """In the second decoding, whose responses are 10, 9 and 9 on the three ranks."""
-    fake = Scripted(monkeypatch, lucky)
-    whole = run_and_read(tmp_path / "whole", three_ranks)[1]
-    fake.asked = []
-
-    def program(rank: int) -> None:
-        fake.before = {12: how} if rank == 2 else {}
-        run(tmp_path / "parts", *three_ranks)
-
-    codes = on_ranks(3, program)
-    assert codes[2] == {terminate: 130, interrupt: 1, kill: -signal.SIGKILL}[how] and all(codes)
-    kept = list((tmp_path / "parts").glob("samples*.jsonl"))
-    rows = b"".join(path.read_bytes() for path in kept).splitlines(keepends=True)
+    Scripted(monkeypatch, lucky)
+    parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)[1]
+    codes = launch(scripted_rank, 3, tmp_path / "log", parts, many, {12: how})
+    assert codes[2] == code and all(codes)
+    files = list(parts.glob("samples*.jsonl"))
+    assert len(files) == 3, "each rank has its own"
+    rows = b"".join(file.read_bytes() for file in files).splitlines(keepends=True)
     assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
     assert len({*rows} & {*whole.splitlines(keepends=True)}) == len(rows)
-    codes = on_ranks(ranks_after, lambda rank: run(tmp_path / "parts", *three_ranks))
+    codes = launch(scripted_rank, ranks_after, tmp_path / "log", parts, many, {})
     assert codes == [0] * ranks_after
-    assert (tmp_path / "parts" / "samples.jsonl").read_bytes() == whole
+    assert (parts / "samples.jsonl").read_bytes() == whole
 
 
-def test_a_file_system_that_ranks_do_not_share_is_one_clear_line(
-    tmp_path, monkeypatch, capfd, three_ranks
-):
+def rank_on_a_host_of_its_own(folder: Path, flags: list) -> None:
+    own = folder / os.environ["RANK"]
+    own.mkdir()
+    os.chdir(own)
+    Scripted(pytest.MonkeyPatch(), lucky)
+    run(Path("out"), *flags)
+
+
+def test_a_file_system_that_ranks_do_not_share_is_one_clear_line(tmp_path, many):
     """Two hosts see two directories under one name."""
-    Scripted(monkeypatch, lucky)
-
-    def program(rank: int) -> None:
-        (tmp_path / str(rank)).mkdir()
-        os.chdir(tmp_path / str(rank))
-        run(Path("out"), *three_ranks)
-
-    assert set(on_ranks(2, program, on_a_host=1)) <= {1, -signal.SIGTERM}
-    assert "--output out: this host does not see" in capfd.readouterr().err
+    assert all(launch(rank_on_a_host_of_its_own, 2, tmp_path / "log", tmp_path, many))
+    said = Path(f"{tmp_path}/log.1").read_text()
+    assert re.search("^eval.py: --output out: .* that all hosts share", said, re.MULTILINE), said
 
 
-def test_ranks_of_one_host_load_in_turn_and_hosts_at_once(tmp_path, monkeypatch):
+def load_on_two_hosts(folder: Path) -> None:
     """Four ranks on two hosts: the two that load first wait until both have begun."""
-    Scripted(monkeypatch, lucky)
-    monkeypatch.setattr(distributed, "device", lambda: torch.device("cpu"))
+    rank, patch = int(os.environ["RANK"]), pytest.MonkeyPatch()
+    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    Scripted(patch, lucky)
 
-    def program(rank: int) -> None:
-        def load_model(*_):
-            (tmp_path / f"began-{rank}").touch()
-            with_turn = {rank, (rank + 2) % 4}
-            deadline = time.monotonic() + 20
-            while not all((tmp_path / f"began-{other}").exists() for other in with_turn):
-                assert time.monotonic() < deadline, "the hosts wait for each other"
-                time.sleep(0.01)
-            others = {0, 1, 2, 3} - with_turn
-            begun = [(tmp_path / f"began-{other}").exists() for other in others]
-            assert begun == [rank % 2 == 1] * 2
+    def load_model(*_):
+        (folder / f"began-{rank}").touch()
+        deadline = time.monotonic() + 20
+        while not (folder / f"began-{(rank + 2) % 4}").exists():
+            assert time.monotonic() < deadline, "the hosts wait for each other"
+            time.sleep(0.01)
+        begun = {other for other in range(4) if (folder / f"began-{other}").exists()}
+        assert begun == ({0, 1, 2, 3} if rank % 2 else {0, 2})
 
-        monkeypatch.setattr(evaluation.rollout, "load_model", load_model)
-        with distributed.session("eval.py"):
-            evaluation.load("M")
+    patch.setattr(evaluation.rollout, "load_model", load_model)
+    with distributed.session("eval.py"):
+        evaluation.load("M")
 
-    assert on_ranks(4, program, on_a_host=2) == [0] * 4
+
+def test_ranks_of_one_host_load_in_turn_and_hosts_at_once(tmp_path):
+    assert launch(load_on_two_hosts, 4, tmp_path / "log", tmp_path) == [0] * 4
 
 
 # ------------------------------------------------------------------------- what a rerun may change
@@ -380,9 +302,12 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
     first = run(tmp_path / "out", *flags, "--decoding", "training")
     assert first == run(tmp_path / "whole", *flags, "--decoding", "training")
     assert len(fake.asked) == 2 * 12, "samples that are there are kept"
-    both = run(tmp_path / "out", *flags, "--decoding", "training", "0.6,0.95", "1.0,1")
-    assert both["training"] == first["training"] and list(both) == ["training", "0.6,0.95"]
-    assert len(fake.asked) == 3 * 12 and len(rows_of(tmp_path / "out")) == 2 * 12
+    several = ["training", "0.6,0.95", "0,1"]
+    found = run(tmp_path / "out", *flags, "--decoding", *several, "1.0,1")
+    assert found["training"] == first["training"] and list(found) == several
+    assert fake.decoded[-3:] == [(1, 1), (0.6, 0.95), (0, 1)]
+    assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
+    assert len(fake.asked) == 3 * 12 + 3 and len(rows_of(tmp_path / "out")) == 2 * 12 + 3
     with pytest.raises(
         SystemExit, match=r"--output .*out: holds samples drawn with --seed 0, not 5"
     ):
@@ -393,7 +318,7 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
         file.write_text(other)
         with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
             run(tmp_path / "out", *flags)
-    assert len(fake.asked) == 3 * 12
+    assert len(fake.asked) == 3 * 12 + 3
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
@@ -404,10 +329,7 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     run(tmp_path / "two", "--benchmarks", other, *flags[1:], "--decoding", "justrl", "training")
     run(tmp_path / "three", *flags, "--seed", 1)
     one, two, three = (
-        sorted(
-            (row for row in rows_of(tmp_path / name) if row["benchmark"] == "a"),
-            key=evaluation.row_key,
-        )
+        [row for row in rows_of(tmp_path / name) if row["benchmark"] == "a"]
         for name in ("one", "two", "three")
     )
     assert one == two and one != three
@@ -418,38 +340,21 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     assert training != justrl, "each decoding has seeds of its own"
 
 
-def test_greedy_decoding_takes_one_sample(tmp_path, monkeypatch):
-    fake = Scripted(monkeypatch, lucky)
-    flags = ["--benchmarks", write_problems(tmp_path / "a.jsonl", 5), "--decoding", "0,1"]
-    found = run(tmp_path / "out", *flags)["0,1"]["a"]
-    assert found["samples"] == 1 and len(fake.asked) == 5
-
-
 # ------------------------------------------------------------------------------------ the verifier
 
 
 @pytest.mark.parametrize(
-    "reply, verdict",
-    [
-        ("A", "CORRECT"),
-        (" B.\n", "INCORRECT"),
-        ("**C**", "INVALID"),
-        ("CORRECT", "CORRECT"),
-        ("A: CORRECT\nProblem: ...", "CORRECT"),
-        ("(C) INVALID", "INVALID"),
-        ("A: INCORRECT", "UNREADABLE"),
-        ("INCORRECT or CORRECT", "UNREADABLE"),
-        ("A or B", "UNREADABLE"),
-        ("The answer is CORRECT", "UNREADABLE"),
-        ("NOT CORRECT", "UNREADABLE"),
-        ("D", "UNREADABLE"),
-        ("correctly", "UNREADABLE"),
-        ("", "UNREADABLE"),
-        ("\n\n", "UNREADABLE"),
-    ],
+    "verdict, replies",
+    {
+        "CORRECT": ["A", "CORRECT", "A: CORRECT\nProblem: ..."],
+        "INCORRECT": [" B.\n"],
+        "INVALID": ["**C**", "(C) INVALID"],
+        "UNREADABLE": ["A: INCORRECT", "INCORRECT or CORRECT", "A or B", "The answer is CORRECT"]
+        + ["NOT CORRECT", "D", "correctly", "", "\n\n"],
+    }.items(),
 )
-def test_verdicts_are_parsed_strictly(reply, verdict):
-    assert evaluation.parse_verdict(reply) == verdict
+def test_verdicts_are_parsed_strictly(verdict, replies):
+    assert {evaluation.parse_verdict(reply) for reply in replies} == {verdict}
 
 
 def judged(model: str, prompt: str, noise: random.Random):
@@ -466,6 +371,9 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
     flags = ["--benchmarks", write_problems(tmp_path / "five.jsonl", 5), "--decoding", "training"]
     flags += ["--samples", 2]
     plain = run(tmp_path / "out", *flags)["training"]["five"]
+    in_memory = evaluation.Journal(tmp_path / "out" / "samples.jsonl").rows.values()
+    assert max(len(repr(row)) for row in in_memory) < evaluation.TAIL + 500
+    assert all(len(row["response"]) > 5000 for row in rows_of(tmp_path / "out"))
     assert plain["mean"] == 20 and "verified" not in plain
     fake.before = {len(fake.asked) + 3: terminate}
     with pytest.raises(SystemExit):  # after three of the judge's eight verdicts
@@ -489,20 +397,6 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
     assert "| M | training | rule | 20.00 | 20.00 |" in text
     assert "| M | training | rule, then verifier | 40.00 | 40.00 |" in text
     assert text.splitlines()[-1].endswith(" 2 | 2 | 2 | 2 |")
-
-
-def test_texts_stay_on_the_disk(tmp_path, monkeypatch):
-    """All texts together would fill gigabytes."""
-    Scripted(monkeypatch, judged)
-    benchmark = evaluation.Benchmark("five", "Five", "", "", 2)
-    suite = {benchmark: [{"problem": f"problem {i}", "answer": "7"} for i in range(5)]}
-    flags = {"instruction": "", "max_new_tokens": 9, "rollout_batch_size": 3, "seed": 0}
-    journal = evaluation.Journal(tmp_path / "samples.jsonl")
-    decodings = {"training": (1.0, 1.0)}
-    samples = evaluation.sample_suite("M", Letters(), suite, decodings, journal, **flags)
-    assert samples == evaluation.Journal(tmp_path / "samples.jsonl").rows
-    assert "xxx" not in repr(samples) and len(samples) == 10
-    assert all(len(row["response"]) > 5000 for row in rows_of(tmp_path))
 
 
 # ------------------------------------------------------------------------- real files, tiny model
@@ -563,20 +457,19 @@ def test_evaluate_gives_a_training_run_the_same_scores(held_out, tmp_path):
     assert model.training
 
 
-def test_two_ranks_give_what_one_gives(held_out, tmp_path, monkeypatch, capfd):
+def test_two_ranks_give_what_one_gives(held_out, tmp_path):
     """Real sampling, of prompts in other company: the two ranks finish what one began."""
-    output, problems = tmp_path / "out", evaluation.load_problems(str(TINY / "test.jsonl"))
-    monkeypatch.setattr(evaluation, "load_problems", lambda source, split: problems)
+    output = tmp_path / "out"
     output.mkdir()
     lines = (held_out / "samples.jsonl").read_bytes().splitlines(keepends=True)
     (output / "samples.jsonl").write_bytes(b"".join(lines[:7])[:-20])
     (output / "settings.json").write_bytes((held_out / "settings.json").read_bytes())
-    assert on_ranks(2, lambda rank: run(output, "--model", TINY, *HELD_OUT)) == [0, 0]
-    assert (output / "samples.jsonl").read_bytes() == (held_out / "samples.jsonl").read_bytes()
-    assert (output / "table.md").read_bytes() == (held_out / "table.md").read_bytes()
-    assert capfd.readouterr().out.count("| model | decoding |") == 1, "rank 0 alone prints"
-    names = [sorted(path.name for path in at.iterdir()) for at in (output, held_out)]
-    assert names[0] == names[1]
+    assert launch(run, 2, tmp_path / "log", output, "--model", TINY, *HELD_OUT) == [0, 0]
+    for name in ("samples.jsonl", "table.md"):
+        assert (output / name).read_bytes() == (held_out / name).read_bytes()
+    said = [Path(f"{tmp_path}/log.{rank}").read_text() for rank in (0, 1)]
+    assert ["| model | decoding |" in text for text in said] == [True, False]
+    assert {path.name for path in output.iterdir()} == RESULTS
 
 
 # ------------------------------------------------------------------------------------- wrong input
@@ -585,7 +478,7 @@ def test_two_ranks_give_what_one_gives(held_out, tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--benchmarks", "aime26"], "--benchmarks aime26: neither a file nor one of aime24, "),
+        (["--benchmarks", "aime26"], "benchmark aime26: neither a file nor one of aime24, "),
         (["--benchmarks", "aime24"], "--data_dir .*: holds no aime24.jsonl or aime24.parquet"),
         (["--benchmarks", "{}/none.jsonl"], "none.jsonl: no such file"),
         (["--benchmarks", "{}/empty.jsonl"], "empty.jsonl: the file is empty"),
@@ -595,11 +488,13 @@ def test_two_ranks_give_what_one_gives(held_out, tmp_path, monkeypatch, capfd):
         (["--decoding", "0.5"], "--decoding 0.5: has to be"),
         (["--decoding=-1,1"], "--decoding -1,1: has to be"),
         (["--decoding", "1,0"], "--decoding 1,0: has to be"),
+        (["--decoding", "0.6,95"], "--decoding 0.6,95: has to be"),
         (["--decoding", "nan,1"], "--decoding nan,1: has to be"),
         (["--samples", "-2"], "--samples -2: has to be at least 0"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0: has to be at least 1"),
         (["--verifier", "{}/nobody"], "nobody: no tokenizer there"),
         (["--output", "{}/good.jsonl"], "--output .*good.jsonl: .*name another directory"),
+        (["--output", "{}"], "--output .*settings.json'; name another directory"),  # .jsonl files
         (["--model", "{}/nobody"], "nobody: no tokenizer there"),
     ],
 )
