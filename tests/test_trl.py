@@ -609,6 +609,9 @@ def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
     args = names["trainer"].args
     assert names["trainer"].tau_p == 0.002 and args.bf16 and args.steps_per_generation == 64
     assert all(getattr(args, name) == x for name, x in trl_stapo.DEFAULTS.items())
+    monkeypatch.setattr(trl_stapo, "GRPOConfig", trl.GRPOConfig)  # of a trainer without a config
+    default = trl_stapo.STAPOTrainer(str(TINY), reward, train_dataset=names["dataset"])
+    assert default.clip == {"eps_low": 0.2, "eps_high": 0.28}
     exec(example("check"), checked := {})
 
     compared = []
