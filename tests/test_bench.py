@@ -1,4 +1,4 @@
-"""The benchmark's twins do the same work as the code they time, and its sums are the tensors'."""
+"""The benchmark's twins do the same work as the code they time; costs.py counts what there is."""
 
 import copy
 import functools

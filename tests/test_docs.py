@@ -102,6 +102,9 @@ def test_counted_tables_are_what_the_script_prints():
     assert costs.memory_table() in page and costs.costs_table() in page
     assert costs.MEMORY in page and costs.COSTS in page
     assert f"{costs.EVALUATIONS}\n\n{costs.evaluations_table()}" in page
+    run, card = costs.load_run("paper-1.7b"), costs.CARDS["H20"]
+    hours = [64 * costs.cost(*run, 64, card, host)["seconds"] / 3600 for host in costs.HOST_SECONDS]
+    assert f"On the paper's 64 H20 this makes {costs.span(*hours)} GPU-hours a step" in page
 
 
 def test_the_hours_of_a_run_hold_its_evaluations():
