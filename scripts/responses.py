@@ -74,7 +74,6 @@ code { font-size: .85em; opacity: .7; }
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>{style}</style>
 <h1>{title}</h1>
