@@ -8,22 +8,21 @@ about 7 MB as JSON, whatever the size of the model and the batch: 20,000 sampled
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from support.distributed import all_list, all_max, all_sum, rank, world_size
 from support.seeds import generator
 
-if TYPE_CHECKING:
-    from stapo import Batch
+Batch = Any  # stapo.Batch, which nothing here may import: stapo.py imports this file
 
 # Of a dump, over all ranks: tokens of the sample, responses, and tokens of each response.
 TOKENS, RESPONSES, WINDOW = 20_000, 20, 1_000
 
 
 def make_dump(
-    batch: "Batch",
+    batch: Batch,
     samples: list[dict],
     silenced: torch.Tensor,
     tau_h: torch.Tensor,
@@ -126,7 +125,7 @@ def window(mask: torch.Tensor, silenced: torch.Tensor) -> list[int]:
 
 
 def describe(
-    batch: "Batch",
+    batch: Batch,
     samples: list[dict],
     silenced: torch.Tensor,
     tau_h: torch.Tensor,
