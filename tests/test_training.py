@@ -12,6 +12,7 @@ from conftest import FLAGS, TINY, padded, read_rows, responses_of, run, to_batch
 from datasets import Dataset
 from ranks import launch
 from reference import method_loss, row_stats
+from test_distributed import lines
 
 import eval as evaluation
 import rollout
@@ -311,9 +312,9 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
 
 
 def test_a_run_is_a_function_of_its_seed(tmp_path):
-    timings = {"rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_gb"}
-    runs = [run(tmp_path / str(i), f"--seed {s}") for i, s in enumerate("778")]
-    first, again, other = ([{k: r[k] for k in r.keys() - timings} for r in x] for x in runs)
+    for name, seed in (("first", 7), ("again", 7), ("other", 8)):
+        run(tmp_path / name, f"--seed {seed}")
+    first, again, other = (lines(tmp_path / name) for name in ("first", "again", "other"))
     assert first == again and first != other
 
 
@@ -345,8 +346,8 @@ def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, monkeypatch):
 def test_lr_zero_measures_and_leaves_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.optim.AdamW, "step", None)
     monkeypatch.setattr(torch.Tensor, "backward", None)
-    lines = run(tmp_path / "run", "--lr 0")
-    assert lines[0]["loss"] is None and lines[0]["entropy"] > 0
+    first, _ = run(tmp_path / "run", "--lr 0")
+    assert first["loss"] is None and first["entropy"] > 0
     assert "tokens are spurious" in capsys.readouterr().out
 
 
@@ -354,13 +355,13 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
     rows = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
     flags = f"--lr 0 --eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl"
-    lines = run(tmp_path / "run", flags)
-    assert [line["step"] for line in lines if "eval" in line] == [0, 2]
+    found = run(tmp_path / "run", flags)
+    assert [line["step"] for line in found if "eval" in line] == [0, 2]
     flags = f"--model {TINY} --benchmarks {tmp_path}/few.jsonl --decoding training --instruction="
     flags += f" --max_new_tokens 40 --rollout_batch_size 512 --output {tmp_path}/eval"
     evaluation.main(flags.split())
     expected = json.loads((tmp_path / "eval/scores.json").read_text())["scores"]["training"]
-    assert lines[0]["eval"] == lines[-1]["eval"] == expected and expected["few"]["mean"] > 0
+    assert found[0]["eval"] == found[-1]["eval"] == expected and expected["few"]["mean"] > 0
 
 
 def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path, monkeypatch):
@@ -370,7 +371,7 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path, mon
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("def letters(response, row):\n    return len(response)\n")
     flags = f"--model {tmp_path}/model --reward {tmp_path}/own.py:letters --steps 1"
-    real, on, lines = stapo.load_policy, [], []
+    real, on, found = stapo.load_policy, [], []
 
     def load(*args):
         model = real(*args)
@@ -380,11 +381,11 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path, mon
     monkeypatch.setattr(stapo, "load_policy", load)
     for checkpointing in ("true", "false"):
         flags += f" --mini_batch_size 4 --gradient_checkpointing {checkpointing}"
-        lines += run(tmp_path / checkpointing, flags)
-        assert lines[-1]["ratio_mean"] == pytest.approx(1, abs=1e-5) and lines[-1]["grad_norm"] > 0
-        assert lines[-1]["clip_low"] == lines[-1]["clip_high"] == 0
+        found += run(tmp_path / checkpointing, flags)
+        assert found[-1]["ratio_mean"] == pytest.approx(1, abs=1e-5) and found[-1]["grad_norm"] > 0
+        assert found[-1]["clip_low"] == found[-1]["clip_high"] == 0
     assert on == [True, False]
-    assert lines[0]["grad_norm"] == pytest.approx(lines[1]["grad_norm"], rel=1e-5)
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
 
 
 def test_memory_stays_flat_over_50_steps(tmp_path):
