@@ -58,10 +58,12 @@ def make_dump(
         }
         tokens.append(token)
     rows = rows_to_show(right, silenced, generator(seed, "responses", step, rank()))
+    # Asked for before the forwards, which wait for one another under FSDP.
+    idle = all_max(len(rows)) - len(rows)
     functions = {"decode": decode, "likeliest": likeliest}
     shown = [describe(batch, samples, silenced, tau_h, row, **functions) for row in rows]
-    for _ in range(all_max(len(rows)) - len(rows)):  # forwards that another rank does more
-        likeliest(torch.zeros(2, dtype=torch.long), 1)
+    for _ in range(idle):
+        likeliest(torch.zeros(2, dtype=torch.long), 1)  # keeps the ranks in step
     dump = {"step": step, "method": method, "tau_p": tau_p}
     dump |= {name: int(count) for name, count in counts.items()}
     dump["tokens"] = list(itertools.chain(*all_list(tokens)))
