@@ -171,12 +171,10 @@ def test_the_minutes_of_a_quick_evaluation():
     assert f"quick=({flags})" in page
     free = 1e9 * card.gb - 2 * costs.parameters(model)
     rows = costs.rows_that_fit(model.config, 1024 + 4096, free)
-    lengths = costs.response_lengths(costs.evaluation_size(["math500"], samples=1), 4096)
-    times = [
-        costs.sampling_time(lengths, rows, 1, costs.step_seconds(model, card, host))[0] / 60
-        for host in costs.HOST_SECONDS
-    ]
-    minutes = f"{len(lengths)} problems, {costs.span(*times)} minutes each on one H100 (counted"
+    count = costs.evaluation_size(["math500"], samples=1)
+    ranks = costs.steps_of_ranks(count, 4096, rows, gpus=1)
+    times = [costs.sampling_time(model, card, host, ranks)[0] / 60 for host in costs.HOST_SECONDS]
+    minutes = f"{count} problems, {costs.span(*times)} minutes each on one H100 (counted"
     assert minutes in " ".join(page.split())
 
 
