@@ -1,48 +1,60 @@
-"""How much STAPO helps, and when: methods, base models, learning rates and controls, several seeds.
+"""How much STAPO helps, and when: methods, base models, rewards and controls, several seeds each.
 
-    python scripts/replicate.py --jobs 2            # everything: about two hours on two cores
-    python scripts/replicate.py --short --jobs 2    # two seeds of the main rows: ten minutes
+    python scripts/replicate.py --jobs 2                   # everything: four hours on two cores
+    python scripts/replicate.py --only methods --jobs 2    # the reward is right or wrong: under two
+    python scripts/replicate.py --only drift --jobs 2      # it says nothing: more than two
+    python scripts/replicate.py --short --jobs 2           # two seeds, main rows: half an hour
 
-A run is `stapo.py @tests/tiny/args` with other flags or on another base model, which make_tiny.py
-makes first. Runs that are whole are not run again, and one that was interrupted begins anew: the
-same command goes on with what is left, and says how much that is. Prints tables of what is whole,
-writes every run's numbers to runs.csv, and draws replication.png and, with figures.py, the paper's
-figures 1, 3 and 5 (methods), 6 (ablations) and 7 (tau_p), and the sweep of q.
+A run is `stapo.py @tests/tiny/args` with other flags: on tests/tiny, on another base model, or from
+the last checkpoint of a finished run. What a run begins from is made first. Runs that are whole are
+not run again, and one that was interrupted begins anew: the same command goes on with what is left,
+and says how much that is. Prints tables of what is whole, and draws replication.png and drift.png.
 
 Two controls turn the paper's rule around: they silence rare tokens of wrong answers instead of
-those of right answers, or of both. They are no flags of stapo.py: `--control` of this script
-replaces the rule in a process of its own.
+those of right answers, or of both. They are methods that this script adds to those of stapo.py.
 """
 
 import argparse
-import csv
 import json
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import matplotlib
 import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
 from tqdm import tqdm
 
-matplotlib.use("Agg")  # files only, no display
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stapo
+from rollout import TokenStats
 
+matplotlib.use("Agg")  # files only, no display
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, LONG = 25, 100  # tests/tiny/args has 28
-FIRST_SEED = 2  # 0 and 1 chose the settings of tests/tiny
-# Base models by their noise: flags of make_tiny.py, where tests/tiny has 8 %.
+
+STEPS, LONG = 25, 100  # on base models; @tests/tiny/args has 28
+DRIFT, SHORT_DRIFT, LONG_DRIFT = 130, 80, 300  # from finished runs
+# What runs begin from, and the programs that make it: base models by their noise, of which
+# tests/tiny has 8 %, and finished runs, one for each seed.
 BASES = {
-    "no noise": "--noise 0",
-    "noise 1 %": "--noise 0.01",
-    "noise 3 %": "--noise 0.03",
+    "no noise": "scripts/make_tiny.py --noise 0",
+    "noise 1 %": "scripts/make_tiny.py --noise 0.01",
+    "noise 3 %": "scripts/make_tiny.py --noise 0.03",
     "tests/tiny": "",
-    "another pre-training": "--seed 1",
-    "noise 12 %": "--noise 0.12",
+    "another pre-training": "scripts/make_tiny.py --seed 1",
+    "noise 12 %": "scripts/make_tiny.py --noise 0.12",
+}
+FINISHED = {
+    "STAPO run": "stapo.py @tests/tiny/args --method stapo",
+    "JustRL run": "stapo.py @tests/tiny/args --method justrl",
 }
 
 
@@ -50,21 +62,16 @@ class Group(NamedTuple):
     """Runs that differ in their seed alone: a row of the tables."""
 
     name: str
-    flags: str  # of stapo.py, beside those of tests/tiny/args; or --control for this script
-    runs: int  # with seeds FIRST_SEED, FIRST_SEED + 1, ...
-    base: str = "tests/tiny"
+    flags: str  # of stapo.py, beside those of tests/tiny/args
+    seeds: range
+    base: str = "tests/tiny"  # what a run begins from: one of BASES or FINISHED
     steps: int = STEPS
     reference: str = "STAPO"  # the row from which it is compared, seed by seed
-    turn: int = 1  # rows of a lower turn run first
-
-    @property
-    def seeds(self) -> range:
-        return range(FIRST_SEED, FIRST_SEED + self.runs)
 
     @property
     def label(self) -> str:
         """Its name in tables."""
-        return self.name if self.base == "tests/tiny" else f"{self.base}: {self.name}"
+        return self.name if self.base in ("tests/tiny", *FINISHED) else f"{self.base}: {self.name}"
 
     @property
     def key(self) -> str:
@@ -83,36 +90,65 @@ OTHERS = {
     "GRPO": "--method grpo",
     "20-Entropy": "--method 20-entropy",
 }
-CONTROLS = {"wrong answers instead": "--control wrong", "both": "--control both"}
-RATES = {"half": "--lr 1.5e-4", "twice": "--lr 6e-4"}  # of tests/tiny/args' 3e-4
-SWEEPS = {"tau_p": (0.0005, 0.01, 0.05), "q": (0.25, 0.5, 1.0)}  # defaults: 0.002 and 0.75
+CONTROLS = {"wrong answers instead": "--method wrong-answers", "both": "--method both-answers"}
+RATES = {"half the rate": "--lr 1.5e-4", "twice the rate": "--lr 6e-4"}  # of 3e-4
 
 
-def whole_plan(seeds: int) -> list[Group]:
-    """Every row of every table."""
-    first = {name: flags for name, flags in OTHERS.items() if name != "20-Entropy"}
-    plan = [Group(name, flags, seeds, turn=0) for name, flags in (MAIN | CONTROLS | first).items()]
-    plan += [Group("20-Entropy", OTHERS["20-Entropy"], seeds, turn=2)]
+def pair(variant: str, flags: str, seeds: range, **where: Any) -> list[Group]:
+    """STAPO and JustRL under other conditions than in the main rows."""
+    first = f"STAPO, {variant}"
+    rows = {first: MAIN["STAPO"], f"JustRL, {variant}": MAIN["JustRL"]}
+    return [Group(n, f"{m} {flags}", seeds, reference=first, **where) for n, m in rows.items()]
+
+
+def methods_plan() -> list[Group]:
+    """Methods, controls and learning rates on tests/tiny; STAPO and JustRL on other base models."""
+    seeds = range(2, 7)  # 0 and 1 chose the settings of tests/tiny
+    plan = [Group(name, flags, seeds) for name, flags in (MAIN | CONTROLS | OTHERS).items()]
     for base in [base for base in BASES if base != "tests/tiny"]:
         plan += [Group(name, MAIN[name], seeds, base) for name in ("STAPO", "JustRL")]
-        plan += [Group("FullMask", MAIN["FullMask"], seeds, base, turn=2)]
     for rate, flags in RATES.items():
-        stapo, justrl = f"STAPO, {rate} the rate", f"JustRL, {rate} the rate"
-        plan += [Group(stapo, f"{MAIN['STAPO']} {flags}", seeds, reference=stapo)]
-        plan += [Group(justrl, f"{MAIN['JustRL']} {flags}", seeds, reference=stapo)]
-    stapo, justrl = f"STAPO, {LONG} steps", f"JustRL, {LONG} steps"
-    for name, flags in {stapo: MAIN["STAPO"], justrl: MAIN["JustRL"]}.items():
-        plan += [Group(name, flags, min(seeds, 2), steps=LONG, reference=stapo)]
-    for flag, values in SWEEPS.items():
-        plan += [Group(f"{flag} {x}", f"--{flag} {x}", 1, turn=2) for x in values]
-    return plan
+        plan += pair(rate, flags, seeds)
+    return plan + pair(f"{LONG} steps", "", seeds[:2], steps=LONG)
 
 
-def short_plan(seeds: int) -> list[Group]:
-    return [Group(name, flags, min(seeds, 2)) for name, flags in (MAIN | CONTROLS).items()]
+def drift_plan() -> list[Group]:
+    """What methods do to a finished run when the reward says nothing; trials had seeds 0 to 4."""
+    reward = "--reward scripts/rewards.py:"
+    nothing = reward + "nine_of_ten"
+    five, three, one = range(5, 10), range(5, 8), range(5, 6)
+    start, short = ({"base": "STAPO run", "steps": steps} for steps in (DRIFT, SHORT_DRIFT))
+    lower = f"{MAIN['JustRL']} --eps_high 0.2"
+    return [
+        Group("STAPO", f"{MAIN['STAPO']} {nothing}", five, **start),
+        Group("JustRL", f"{MAIN['JustRL']} {nothing}", five, **start),
+        Group("JustRL, eps_high 0.2", f"{lower} {nothing}", three, **start),
+        Group("FullMask", f"{MAIN['FullMask']} {nothing}", three, **start),
+        Group("random candidates", f"{OTHERS['random candidates']} {nothing}", three, **start),
+        *pair("chance 0.5", reward + "one_of_two", one, **start),
+        *pair("from a JustRL run", nothing, one, base="JustRL run", steps=DRIFT),
+        *pair("half the rate", f"{nothing} {RATES['half the rate']}", one, **short),
+        *pair("twice the rate", f"{nothing} {RATES['twice the rate']}", one, **short),
+        *pair("right answers refused", reward + "seven_of_ten_right", one, **short),
+        *pair(f"{LONG_DRIFT} steps", nothing, range(10, 11), base="STAPO run", steps=LONG_DRIFT),
+    ]
 
 
 # ------------------------------------------------------------------------------------- the runs
+
+
+def train_control(argv: list[str]) -> None:
+    """stapo.main with two methods more: S2T's rule for wrong answers, and for right and wrong."""
+
+    def silence(turn: Callable[[torch.Tensor], torch.Tensor]) -> stapo.Method:
+        def choose(batch: stapo.Batch, stats: TokenStats, cfg: stapo.Config) -> stapo.Choice:
+            turned = replace(batch, advantages=turn(batch.advantages))  # the rule looks at A > 0
+            return stapo.METHODS["stapo"].choose(turned, stats, cfg)
+
+        return stapo.Method(choose, reads="all", divides_by="kept")
+
+    stapo.METHODS |= {"wrong-answers": silence(torch.neg), "both-answers": silence(torch.abs)}
+    stapo.main(argv)
 
 
 def quiet_run(command: list[str]) -> None:
@@ -124,138 +160,153 @@ def quiet_run(command: list[str]) -> None:
         sys.exit(f"{' '.join(command)} has failed:\n{done.stderr[-2000:]}")
 
 
-def base_folder(base: str, output: Path) -> Path:
-    return ROOT / base if base == "tests/tiny" else output / "bases" / base.replace(" ", "-")
+def base_folder(base: str, seed: int, output: Path) -> Path:
+    """A base model, or the finished run with this seed."""
+    if base == "tests/tiny":
+        return ROOT / base
+    name = f"{base}-{seed}" if base in FINISHED else base
+    return output / "bases" / name.replace(" ", "-")
 
 
-def make_base(base: str, output: Path) -> None:
-    """Pre-train a base model unless it is there; its folder gets its name when it is whole."""
-    folder = base_folder(base, output)
-    if not folder.exists():
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        quiet_run(["scripts/make_tiny.py", "--output", str(partial), *BASES[base].split()])
-        partial.rename(folder)
+def make_base(base: str, seed: int, output: Path) -> None:
+    """Make it unless it is there; its folder gets its name when it is whole."""
+    folder = base_folder(base, seed, output)
+    if folder.exists():
+        return
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    program = FINISHED[base] + f" --seed {seed}" if base in FINISHED else BASES[base]
+    quiet_run([*program.split(), "--output", str(partial)])
+    partial.rename(folder)
 
 
 def read_run(folder: Path, steps: int) -> list[dict[str, Any]] | None:
-    """The metrics of each step of a whole run, the last with its evaluation's; else None."""
+    """The metrics of each step of a whole run; else None.
+
+    The first and the last have the evaluations before and after them, under "eval".
+    """
     log = folder / "metrics.jsonl"
     try:
         lines = [json.loads(line) for line in log.open()] if log.exists() else []
     except ValueError:  # a line that was torn
         return None
-    scores = [line["eval"] for line in lines if line["step"] == steps and line.get("eval")]
+    scores = {line["step"]: next(iter(line["eval"].values())) for line in lines if line.get("eval")}
     lines = [line for line in lines if "accuracy" in line]
-    if len(lines) < steps or not scores:
+    if len(lines) < steps or steps not in scores:
         return None
-    lines[-1]["eval"] = scores[-1]
+    lines[0]["eval"], lines[-1]["eval"] = scores[0], scores[steps]
     return lines
 
 
-def train(group: Group, seed: int, output: Path) -> None:
-    """One run from its beginning, evaluated after its last step on the held-out problems."""
-    base, folder = base_folder(group.base, output), output / f"{group.key}-{seed}"
+def train(group: Group, seed: int, output: Path) -> int:
+    """One run from its beginning, evaluated on held-out problems before and after; its steps."""
+    base, folder = base_folder(group.base, seed, output), output / f"{group.key}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    flags = group.flags.split()
-    program = "scripts/replicate.py" if "--control" in flags else "stapo.py"
-    where = ["--model", str(base), "--data", str(base / "train.jsonl"), "--output", str(folder)]
-    ends = ["--eval_every", str(group.steps), "--eval_benchmarks", str(base / "test.jsonl")]
+    program = ["scripts/replicate.py", "control"] if group.name in CONTROLS else ["stapo.py"]
+    model, data = base, base
+    if group.base in FINISHED:
+        model, data = base / "checkpoints" / "step_000028", ROOT / "tests/tiny"
+    where = ["--model", str(model), "--data", str(data / "train.jsonl"), "--output", str(folder)]
+    ends = ["--eval_every", str(group.steps), "--eval_benchmarks", str(data / "test.jsonl")]
     files = ["--save_every", "0", "--dump_every", "0", "--log_samples", "0"]
     often = ["--steps", str(group.steps), "--seed", str(seed)]
-    quiet_run([program, "@tests/tiny/args", *flags, *where, *ends, *files, *often])
-
-
-def train_control(whose: str, argv: list[str]) -> None:
-    """stapo.main with S2T applied to the rare tokens of wrong answers, or of both."""
-    sys.path.insert(0, str(ROOT))
-    import stapo
-
-    s2t = stapo.choose_tokens
-
-    def choose_tokens(method: str, logp: Any, advantages: Any, *args: Any, **flags: Any) -> Any:
-        # The rule looks at positive advantages: of -A these are the wrong answers, of |A| both.
-        seen = -advantages if whose == "wrong" else advantages.abs()
-        return s2t(method, logp, seen, *args, **flags)
-
-    stapo.choose_tokens = choose_tokens
-    stapo.METHODS["stapo"] = stapo.Method(reads="all", divides_by="kept")
-    stapo.main(argv)
+    flags = group.flags.split()
+    quiet_run([*program, "@tests/tiny/args", *flags, *where, *ends, *files, *often])
+    return group.steps
 
 
 def run_all(plan: list[Group], output: Path, jobs: int) -> None:
     """What is left of the plan, `jobs` at a time; a failure ends it when the others have ended.
 
-    Of every turn one seed of each row comes before the next seed, so that the tables of a plan that
-    was interrupted have as many rows as they can.
+    One seed of each row comes before the next seed, so that the tables of a plan that was
+    interrupted have as many rows as they can.
     """
-    runs = [(group, seed) for group in plan for seed in group.seeds]
-    runs.sort(key=lambda run: (run[0].turn, run[1]))
+    runs = sorted([(g, seed) for g in plan for seed in g.seeds], key=lambda run: run[1])
     left = [(g, s) for g, s in runs if read_run(output / f"{g.key}-{s}", g.steps) is None]
     steps = sum(group.steps for group, _ in left)
-    whole = len(runs) - len(left)
-    print(f"{whole} of {len(runs)} runs are whole, {steps} steps are left", flush=True)
-    bases = dict.fromkeys(group.base for group, _ in left)
-    missing = [base for base in bases if not base_folder(base, output).exists()]
+    print(f"{len(runs) - len(left)} of {len(runs)} runs are whole, {steps} steps are left")
+    bases = {base_folder(g.base, seed, output): (g.base, seed) for g, seed in left}
     with ThreadPoolExecutor(jobs) as pool, tqdm(total=steps, unit="step") as bar:
-        made = {base: pool.submit(make_base, base, output) for base in missing}
-
-        def one(group: Group, seed: int) -> int:
-            if group.base in made:
-                made[group.base].result()
-            train(group, seed, output)
-            return group.steps
-
-        # The base models are first in the queue, so that no run waits for one behind it.
-        runs = [pool.submit(one, *run) for run in left]
-        try:
-            for done in as_completed(runs):
-                bar.update(done.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # those that run end, no other begins
-            raise
+        list(pool.map(lambda base: make_base(*base, output), bases.values()))
+        for done in pool.map(lambda run: train(*run, output), left):
+            bar.update(done)
 
 
 # ----------------------------------------------------------------------------- numbers and tables
 
-WINDOWS = {"5 to 10": (5, 10), "10 to 20": (10, 20)}  # steps, both ends included
+ACCURACIES = ("5 to 10", "10 to 20", "last five", "held out")  # over steps, ends included
+TWENTIES = [f"{first} to {first + 19}" for first in range(1, LONG, 20)]
+# The columns of a table: heading -> key of the measure, its format, whether with its error.
+LEVELS = {
+    "silenced, %": ("silenced", ".2f", False),
+    **{f"accuracy, {span}": (span, ".1f", True) for span in ACCURACIES},
+    "entropy, 10 to 20": ("entropy", ".3f", True),
+    "steps to 80 %": ("to 80 %", ".1f", False),
+}
+LONGER = {f"accuracy, {steps}": (f"accuracy, {steps}", ".1f", True) for steps in TWENTIES}
+LONGER |= {f"entropy, {steps}": (f"entropy, {steps}", ".3f", True) for steps in TWENTIES}
+ENTROPIES = {f"entropy, {when}": (f"entropy, {when}", ".2f") for when in ("start", 40, 80, "end")}
+TEXTS = {"rare, %": ".2f", "tokens": ".1f", "cut off, %": ".1f", "no box, %": ".1f"}
+TEXTS |= {"answers": ".0f", "right, %": ".1f"}
+
+Results = dict[str, dict[int, dict[str, Any]]]  # key of a group -> seed -> its numbers
+Curves = dict[str, dict[int, list[dict[str, Any]]]]  # key of a group -> seed -> its steps
 
 
-def mean_of(lines: list[dict], key: str, first: int, last: int) -> float:
+def mean_of(lines: list[dict], key: str, steps: str) -> float:
+    """Over steps like "5 to 10", both ends included."""
+    first, last = map(int, steps.split(" to "))
     return fmean(line[key] for line in lines if first <= line["step"] <= last)
 
 
-def measure(lines: list[dict]) -> dict[str, float | None]:
+def measure_methods(lines: list[dict], folder: Path) -> dict[str, float | None]:
     """A run's numbers: accuracies in percent, entropy in nats, shares of tokens in percent.
 
     silenced: the mean over steps of the share of all tokens; candidates: the share of the tokens of
     right answers in step 1.
     """
-    found: dict[str, float | None] = {
-        name: 100 * mean_of(lines, "accuracy", *window) for name, window in WINDOWS.items()
-    }
-    end = lines[-1]["step"]
-    found["last five"] = 100 * mean_of(lines, "accuracy", end - 4, end)
-    found["held out"] = next(iter(lines[-1]["eval"].values()))["mean"]
-    found["entropy"] = mean_of(lines, "entropy", *WINDOWS["10 to 20"])
-    found["silenced"] = 100 * mean_of(lines, "silenced_fraction", 1, end)
+    end = len(lines)
+    found = {steps: 100 * mean_of(lines, "accuracy", steps) for steps in ("5 to 10", "10 to 20")}
+    found["last five"] = 100 * mean_of(lines, "accuracy", f"{end - 4} to {end}")
+    found["held out"] = lines[-1]["eval"]["mean"]
+    found["entropy"] = mean_of(lines, "entropy", "10 to 20")
+    found["silenced"] = 100 * mean_of(lines, "silenced_fraction", f"1 to {end}")
     found["candidates"] = 100 * (lines[0]["low_prob_fraction"] or 0)
     found["to 80 %"] = next((line["step"] for line in lines if line["accuracy"] >= 0.8), None)
+    for steps in TWENTIES if end == LONG else []:
+        found[f"accuracy, {steps}"] = 100 * mean_of(lines, "accuracy", steps)
+        found[f"entropy, {steps}"] = mean_of(lines, "entropy", steps)
     return found
 
 
-ACCURACIES = ("5 to 10", "10 to 20", "last five", "held out")
+def measure_drift(lines: list[dict], folder: Path) -> dict[str, float]:
+    """A run's numbers: entropy in nats, and its texts before the first and after the last step.
+
+    rare: the share of p < 0.002 among the tokens of the responses with reward +1. The others are
+    about the responses to the held-out sums; answers: how many different final answers they give,
+    none counted as one.
+    """
+    entropies = {line["step"]: line["entropy"] for line in lines}
+    found = {f"entropy, {step}": entropies[step] for step in (40, 80)}
+    found |= {"entropy, highest": max(entropies.values())}
+    for when, step, line in (("start", 0, lines[0]), ("end", len(lines), lines[-1])):
+        found[f"entropy, {when}"] = line["entropy"]
+        found[f"rare, %, {when}"] = 100 * line["low_prob_fraction"]
+        found[f"tokens, {when}"] = line["eval"]["response_length"]
+        found[f"cut off, %, {when}"] = 100 * line["eval"]["truncated_fraction"]
+        found[f"no box, %, {when}"] = 100 * line["eval"]["no_box_fraction"]
+        found[f"right, %, {when}"] = line["eval"]["mean"]
+        file = folder / "evaluations" / f"step_{step:06d}.jsonl"
+        found[f"answers, {when}"] = len({json.loads(row)["answer"] for row in file.open()})
+    return found
 
 
-def mean_and_error(values: list[float], digits: int = 1) -> str:
+def mean_and_error(values: list[float], form: str = ".1f", with_error: bool = True) -> str:
     """`7.0 ± 0.3`: a mean and its standard error."""
-    error = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
-    return f"{fmean(values):.{digits}f}{error}"
-
-
-def signed(values: list[float]) -> str:
-    text = mean_and_error(values)
-    return text if text.startswith("-") else f"+{text}"
+    if len(values) == 1 or not with_error:
+        return f"{fmean(values):{form}}"
+    error = stdev(values) / len(values) ** 0.5
+    return f"{fmean(values):{form}} ± {error:{form.removeprefix('+')}}"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -263,24 +314,35 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-Results = dict[str, dict[int, dict[str, Any]]]  # key of a group -> seed -> what measure found
-
-
-def level_table(groups: list[Group], found: Results) -> str:
-    """What each row reaches: means over its seeds."""
-    head = ["", "runs", "silenced, %", *(f"accuracy, {name}" for name in ACCURACIES)]
-    head += ["entropy, 10 to 20", "steps to 80 %"]
+def level_table(groups: list[Group], found: Results, columns: dict, each: dict) -> str:
+    """What each row reaches: means over its seeds, and then what is in `each` seed by seed."""
     rows = []
     for group in groups:
-        runs = list(found[group.key].values())
-        cells = [f"{fmean(run['silenced'] for run in runs):.2f}"]
-        cells += [mean_and_error([run[name] for run in runs]) for name in ACCURACIES]
-        cells.append(mean_and_error([run["entropy"] for run in runs], 3))
-        reached = [run["to 80 %"] for run in runs if run["to 80 %"]]
-        count = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)} runs)"
-        cells.append(f"{fmean(reached):.1f}{count}" if reached else "never")
-        rows.append([group.label, str(len(runs)), *cells])
-    return markdown(head, rows)
+        runs = [found[group.key][seed] for seed in sorted(found[group.key])]
+        row = [group.label, str(len(runs))]
+        for key, *form in columns.values():
+            values = [run[key] for run in runs if run[key] is not None]
+            cell = mean_and_error(values, *form) if values else "never"
+            some = 0 < len(values) < len(runs)
+            row.append(f"{cell} ({len(values)} of {len(runs)} runs)" if some else cell)
+        row += [" ".join(f"{run[key]:{form}}" for run in runs) for key, form in each.values()]
+        rows.append(row)
+    return markdown(["", "runs", *columns, *each], rows)
+
+
+def against(group: Group, found: Results) -> list[tuple[dict, dict]]:
+    """The numbers of this row beside those of its reference, seed by seed."""
+    runs = found.get(group.key, {})
+    reference = found.get(group._replace(name=group.reference).key, {})
+    return [(runs[seed], reference[seed]) for seed in sorted(runs.keys() & reference.keys())]
+
+
+def minus(pairs: list[tuple[dict, dict]], key: str) -> list[float]:
+    return [run[key] - reference[key] for run, reference in pairs]
+
+
+def entropy_ratio(pairs: list[tuple[dict, dict]]) -> str:
+    return f"{fmean(run['entropy'] / reference['entropy'] for run, reference in pairs):.2f}"
 
 
 def difference_table(groups: list[Group], found: Results) -> str:
@@ -288,216 +350,154 @@ def difference_table(groups: list[Group], found: Results) -> str:
     head = ["minus its STAPO", *ACCURACIES, "entropy, ratio", "10 to 20, each seed"]
     rows = []
     for group in groups:
-        reference = found.get(group._replace(name=group.reference).key, {})
-        seeds = sorted(found[group.key].keys() & reference.keys())
-        if group.name == group.reference or not seeds:
-            continue
-        pairs = [(found[group.key][seed], reference[seed]) for seed in seeds]
-        differences = {name: [a[name] - b[name] for a, b in pairs] for name in ACCURACIES}
-        cells = [signed(values) for values in differences.values()]
-        cells.append(f"{fmean(a['entropy'] / b['entropy'] for a, b in pairs):.2f}")
-        each = " ".join(f"{value:+.1f}" for value in differences["10 to 20"])
-        rows.append([group.label, *cells, each])
+        pairs = against(group, found)
+        if pairs and group.name != group.reference:
+            cells = [mean_and_error(minus(pairs, name), "+.1f") for name in ACCURACIES]
+            each = " ".join(f"{value:+.1f}" for value in minus(pairs, "10 to 20"))
+            rows.append([group.label, *cells, entropy_ratio(pairs), each])
     return markdown(head, rows)
 
 
 def base_table(groups: list[Group], found: Results) -> str:
-    """For each base model: its rare tokens, and how far JustRL and FullMask are from STAPO."""
+    """For each base model: its rare tokens, and how far JustRL is from STAPO."""
     head = ["base model", "candidates in its right answers, %", "silenced by STAPO, %"]
-    head += [
-        "STAPO, 10 to 20",
-        "JustRL minus STAPO",
-        "FullMask minus STAPO",
-        "entropy, JustRL / STAPO",
-    ]
+    head += ["STAPO, 10 to 20", "JustRL minus STAPO", "entropy, JustRL / STAPO"]
     rows = []
-    for base, runs in by_base(groups, found).items():
-        stapo = runs["STAPO"]
-        row = [base, f"{fmean(run['candidates'] for run in stapo.values()):.1f}"]
-        row.append(f"{fmean(run['silenced'] for run in stapo.values()):.2f}")
-        row.append(mean_and_error([run["10 to 20"] for run in stapo.values()]))
-        for name in ("JustRL", "FullMask"):
-            pairs = [(runs[name][s], stapo[s]) for s in runs.get(name, {}) if s in stapo]
-            row.append(signed([a["10 to 20"] - b["10 to 20"] for a, b in pairs]) if pairs else "")
-        pairs = [(runs["JustRL"][s], stapo[s]) for s in runs.get("JustRL", {}) if s in stapo]
-        row.append(f"{fmean(a['entropy'] / b['entropy'] for a, b in pairs):.2f}" if pairs else "")
-        rows.append(row)
+    for group in sorted(groups, key=lambda group: list(BASES).index(group.base)):
+        pairs = against(group, found)
+        if group.name == "JustRL" and pairs:
+            stapo = [run for _, run in pairs]
+            row = [group.base, f"{fmean(run['candidates'] for run in stapo):.1f}"]
+            row.append(f"{fmean(run['silenced'] for run in stapo):.2f}")
+            row.append(mean_and_error([run["10 to 20"] for run in stapo]))
+            row.append(mean_and_error(minus(pairs, "10 to 20"), "+.1f"))
+            rows.append([*row, entropy_ratio(pairs)])
     return markdown(head, rows)
 
 
-def by_base(groups: list[Group], found: Results) -> dict[str, dict[str, dict[int, dict]]]:
-    """Base model -> main row -> seed -> numbers, from no noise to the most."""
-    made: dict[str, dict] = {base: {} for base in BASES}
-    for group in groups:
-        if group.name in MAIN:
-            made[group.base][group.name] = found[group.key]
-    return {base: runs for base, runs in made.items() if "STAPO" in runs}
-
-
-def best_rates(groups: list[Group], found: Results) -> str:
-    """JustRL minus STAPO, seed by seed, each at its best rate: once over each span of steps.
-
-    The best rate is the one with the highest mean over the very steps that are compared, on the
-    seeds that all rates have.
-    """
-    rates = ["", *(f", {rate} the rate" for rate in RATES)]
-    names = {method: [method + rate for rate in rates] for method in ("STAPO", "JustRL")}
-    tiny = {group.name: found[group.key] for group in groups if group.base == "tests/tiny"}
-    tried = {name: tiny.get(name, {}) for row in names.values() for name in row}
-    seeds = sorted(set.intersection(*map(set, tried.values())))
-    if not seeds:
-        return ""
-    rows = []
-    for span in ACCURACIES:
-        means = {name: fmean(tried[name][seed][span] for seed in seeds) for name in tried}
-        stapo, justrl = (max(row, key=means.get) for row in names.values())
-        differences = [tried[justrl][seed][span] - tried[stapo][seed][span] for seed in seeds]
-        rows.append([span, stapo, justrl, signed(differences)])
-    return markdown(["accuracy over", "best STAPO", "best JustRL", "JustRL minus STAPO"], rows)
-
-
-def long_table(groups: list[Group], curves: dict[str, dict[int, list[dict]]]) -> str:
-    """Accuracy and entropy of the longer runs, twenty steps at a time."""
-    windows = [(first, first + 19) for first in range(1, LONG, 20)]
-    head = ["", *(f"{first} to {last}" for first, last in windows)]
-    rows = []
-    for group in groups:
-        runs = curves[group.key].values()
-        for key, factor, digits in (("accuracy", 100, 1), ("entropy", 1, 3)):
-            cells = [
-                mean_and_error([factor * mean_of(run, key, *window) for run in runs], digits)
-                for window in windows
-            ]
-            rows.append([f"{group.name}: {key}", *cells])
-    return markdown(head, rows)
-
-
-# ------------------------------------------------------------------------------------ the picture
+# ----------------------------------------------------------------------------------- the pictures
 
 COLOURS = {  # those of figures.py where it has the row
     "STAPO": "#D55E00",
     "JustRL": "#0072B2",
     "wrong answers instead": "#444444",
     "both": "#E69F00",
+    "JustRL, eps_high 0.2": "#56B4E9",
+    "FullMask": "#CC79A7",
+    "random candidates": "#444444",
 }
 
 
-def draw(groups: list[Group], found: Results, curves: dict, file: Path) -> None:
+def draw_band(axes: Axes, runs: dict[int, list[dict]], key: str, name: str, **style: str) -> None:
+    """A row's mean against the step, in a band from its smallest run to its largest."""
+    factor = 1 if key == "entropy" else 100
+    columns = [[factor * line[key] for line in lines] for lines in zip(*runs.values())]
+    steps = range(1, len(columns) + 1)
+    axes.plot(steps, [fmean(column) for column in columns], color=COLOURS[name], **style)
+    ends = [min(column) for column in columns], [max(column) for column in columns]
+    axes.fill_between(steps, *ends, color=COLOURS[name], alpha=0.15, linewidth=0)
+
+
+def draw_methods(groups: list[Group], found: Results, curves: Curves, file: Path) -> None:
     """Accuracy and entropy of the main rows and the controls; the gain against the share."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    tiny = [g for g in groups if g.base == "tests/tiny" and g.name in COLOURS]
-    for group in tiny:
-        runs = list(curves[group.key].values())
-        steps = [line["step"] for line in runs[0]]
-        label = group.name if group.name in MAIN else f"silence rare tokens of {group.name}"
-        for axes, key, factor in ((left, "accuracy", 100), (middle, "entropy", 1)):
-            columns = list(zip(*([factor * line[key] for line in run] for run in runs)))
-            colour = COLOURS[group.name]
-            axes.plot(steps, [fmean(column) for column in columns], color=colour, label=label)
-            ends = [min(c) for c in columns], [max(c) for c in columns]
-            axes.fill_between(steps, *ends, color=colour, alpha=0.15, linewidth=0)
+    for group in groups:
+        if group.base == "tests/tiny" and group.name in ("STAPO", "JustRL", *CONTROLS):
+            silence = "silence rare tokens of " if group.name in CONTROLS else ""
+            draw_band(left, curves[group.key], "accuracy", group.name, label=silence + group.name)
+            draw_band(middle, curves[group.key], "entropy", group.name)
+        pairs = against(group, found)
+        if group.name == "JustRL" and pairs:
+            share = fmean(stapo["silenced"] for _, stapo in pairs)
+            gains = [-points for points in minus(pairs, "10 to 20")]
+            error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0
+            right.errorbar(share, fmean(gains), yerr=error, fmt="o", color=COLOURS["STAPO"])
+            on_its_left = group.base in ("tests/tiny", "another pre-training")  # the next is near
+            place = {"xytext": (-8, -4), "ha": "right"} if on_its_left else {"xytext": (6, -14)}
+            right.annotate(group.base, (share, fmean(gains)), textcoords="offset points", **place)
     left.set(xlabel="step", ylabel="accuracy of the rollouts (%)", ylim=(0, 100))
     middle.set(xlabel="step", ylabel="policy entropy (nats)", ylim=(0, None))
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4)
-    for base, runs in by_base(groups, found).items():
-        stapo, justrl = runs["STAPO"], runs.get("JustRL", {})
-        seeds = sorted(stapo.keys() & justrl.keys())
-        if seeds:
-            share = fmean(stapo[s]["silenced"] for s in seeds)
-            gains = [stapo[s]["10 to 20"] - justrl[s]["10 to 20"] for s in seeds]
-            error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0
-            right.errorbar(share, fmean(gains), yerr=error, fmt="o", color=COLOURS["STAPO"])
-            on_its_left = base in ("tests/tiny", "another pre-training")  # the next point is near
-            place = {"xytext": (-8, -4), "ha": "right"} if on_its_left else {"xytext": (6, -14)}
-            right.annotate(base, (share, fmean(gains)), textcoords="offset points", **place)
     right.axhline(0, color="grey", linewidth=0.8)
     right.set(xlabel="silenced share of all tokens (%)")
     right.set(ylabel="STAPO minus JustRL, steps 10 to 20 (points)")
     right.margins(x=0.5, y=0.2)
     figure.savefig(file, dpi=110)
-    plt.close(figure)
 
 
-def draw_paper_figures(plan: list[Group], output: Path, curves: dict) -> None:
-    """The paper's own comparisons, from the run directories alone, by figures.py."""
-    named = {group.name: group for group in plan if group.base == "tests/tiny"}
-
-    def folders(*names: str) -> list[str]:
-        """The runs of these rows, if there is more than one row to compare."""
-        groups = [named[name] for name in names if name in named and curves[named[name].key]]
-        runs = [str(output / f"{g.key}-{seed}") for g in groups for seed in curves[g.key]]
-        return runs if len(groups) > 1 else []
-
-    figures = {
-        "methods": folders("GRPO", "20-Entropy", "JustRL", "STAPO", "FullMask"),
-        "ablation": folders("STAPO", "highest entropy", "random candidates"),
-    }
-    for flag, values in SWEEPS.items():
-        figures[flag] = folders("STAPO", *(f"{flag} {x}" for x in values))
-    for name, runs in figures.items():
-        if runs:
-            where = ["--smooth", "5", "--output", str(output / f"figures-{name}")]
-            quiet_run(["scripts/figures.py", *runs, *where])
-
-
-def write_csv(groups: list[Group], found: Results, file: Path) -> None:
-    """A row for each run: base model, row, seed and what measure found."""
-    with file.open("w", newline="") as out:
-        writer = csv.writer(out)
-        for number, group in enumerate(groups):
-            for seed, run in found[group.key].items():
-                if number == 0 and seed == min(found[group.key]):
-                    writer.writerow(["base", "row", "seed", *run])
-                writer.writerow([group.base, group.name, seed, *run.values()])
-
-
-def report(plan: list[Group], output: Path) -> None:
-    """Tables, runs.csv and pictures of the runs that are whole."""
-    curves: dict[str, dict[int, list[dict]]] = {group.key: {} for group in plan}
-    for group in plan:
-        for seed in group.seeds:
-            lines = read_run(output / f"{group.key}-{seed}", group.steps)
-            if lines:
-                curves[group.key][seed] = lines
-    groups = [group for group in plan if curves[group.key]]
-    if not groups:
-        return
-    found = {k: {s: measure(run) for s, run in runs.items()} for k, runs in curves.items()}
+def report_methods(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
+    """The tables and the picture."""
     tiny = [group for group in groups if group.base == "tests/tiny"]
     others = [group for group in groups if group.base != "tests/tiny"]
     for title, rows in {"tests/tiny": tiny, "Other base models": others}.items():
-        if rows:
-            print(f"\n{title}\n\n{level_table(rows, found)}\n\n{difference_table(rows, found)}")
+        print(f"\n{title}\n\n{level_table(rows, found, LEVELS, {})}")
+        print(f"\n{difference_table(rows, found)}")
     print(f"\nBase models\n\n{base_table(groups, found)}")
-    rates = best_rates(groups, found)
-    if rates:
-        print(f"\nEach at its best rate\n\n{rates}")
-    long = [group for group in groups if group.steps == LONG]
-    if long:
-        print(f"\nLonger runs\n\n{long_table(long, curves)}")
-    write_csv(groups, found, output / "runs.csv")
-    draw(groups, found, curves, output / "replication.png")
-    draw_paper_figures(groups, output, curves)
+    longer = [group for group in groups if group.steps == LONG]
+    print(f"\nLonger runs\n\n{level_table(longer, found, LONGER, {})}")
+    draw_methods(groups, found, curves, output / "replication.png")
+
+
+def report_drift(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
+    """The tables; entropy of the rows with several seeds and, dashed, of the longer pair."""
+    start, end = ({k: (f"{k}, {t}", form) for k, form in TEXTS.items()} for t in ("start", "end"))
+    each = {f"entropy, {when}": (f"entropy, {when}", ".2f") for when in ("end", "highest")}
+    each |= {key: (f"{key}, end", ".0f") for key in ("tokens", "no box, %", "right, %")}
+    print(f"\nA reward that says nothing\n\n{level_table(groups, found, ENTROPIES | end, {})}")
+    print(f"\nBefore it, in the first row\n\n{level_table(groups[:1], found, start, {})}")
+    print(f"\nSeed by seed\n\n{level_table(groups, found, {}, each)}")
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for group in groups:
+        name = group.name.removesuffix(f", {LONG_DRIFT} steps")
+        if name in COLOURS:
+            style = {"label": group.name, "linestyle": "-" if name == group.name else "--"}
+            draw_band(axes, curves[group.key], "entropy", name, **style)
+    axes.set(xlabel="step", ylabel="policy entropy (nats)", ylim=(0, None))
+    figure.legend(loc="outside lower left", ncols=5)
+    figure.savefig(output / "drift.png", dpi=110)
+
+
+PARTS = {  # plan, the numbers of a run, tables and picture
+    "methods": (methods_plan(), measure_methods, report_methods),
+    "drift": (drift_plan(), measure_drift, report_drift),
+}
+
+
+def report(part: str, output: Path) -> None:
+    """Tables and the picture of the runs that are whole."""
+    plan, measure, show = PARTS[part]
+    found, curves = {}, {}
+    for group in plan:
+        for seed in group.seeds:
+            folder = output / f"{group.key}-{seed}"
+            lines = read_run(folder, group.steps)
+            if lines:
+                curves.setdefault(group.key, {})[seed] = lines
+                found.setdefault(group.key, {})[seed] = measure(lines, folder)
+    groups = [group for group in plan if group.key in found]
+    if groups:
+        show(groups, found, curves, output)
 
 
 def main() -> None:
-    if "--control" in sys.argv:
-        place = sys.argv.index("--control")
-        whose, rest = sys.argv[place + 1], sys.argv[1:place] + sys.argv[place + 2 :]
-        return train_control(whose, rest)
+    if sys.argv[1:2] == ["control"]:
+        return train_control(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("runs/replication"))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--short", action="store_true", help="the main rows and controls, 2 seeds")
+    parser.add_argument("--only", choices=PARTS, help="one of the two parts")
+    parser.add_argument("--short", action="store_true", help="the main rows alone, two seeds")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     args = parser.parse_args()
     output = args.output.resolve()
-    plan = short_plan(args.seeds) if args.short else whole_plan(args.seeds)
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        run_all(plan, output, args.jobs)
-    finally:
-        report(plan, output)
+    for part in [args.only] if args.only else PARTS:
+        plan = PARTS[part][0]
+        if args.short:
+            first = len(MAIN | CONTROLS) if part == "methods" else 2
+            plan = [group._replace(seeds=group.seeds[:2]) for group in plan[:first]]
+        try:
+            run_all(plan, output, args.jobs)
+        finally:
+            report(part, output)
 
 
 if __name__ == "__main__":

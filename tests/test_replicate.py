@@ -1,35 +1,40 @@
-"""The replication's tables against numbers worked out by hand; its controls against loops."""
+"""The replication's tables against numbers worked out by hand; its controls and rewards."""
 
 import json
 import math
 
 import pytest
 import replicate
+import rewards
 import torch
 from replicate import Group
 
 import stapo
+from reward import load_reward
 
 
-def write(folder, accuracies, entropy=0.5, held_out=90.0):
+def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0):
     """A run with these accuracies at steps 1, 2, ..., evaluated before it and at its end."""
     folder.mkdir(parents=True)
-    row = {"entropy": entropy, "silenced_fraction": 0.01, "low_prob_fraction": 0.05}
-    rows = [row | {"step": step, "accuracy": a} for step, a in enumerate(accuracies, 1)]
-    first, last = ({"test": {"mean": mean}} for mean in (11.0, held_out))
-    rows = [{"step": 0, "eval": first}, *rows, {"step": len(rows), "eval": last}]
+    if isinstance(entropies, float):
+        entropies = [entropies] * len(accuracies)
+    row = {"silenced_fraction": 0.01, "low_prob_fraction": 0.05}
+    steps = enumerate(zip(accuracies, entropies, strict=True), 1)
+    rows = [row | {"step": step, "accuracy": a, "entropy": h} for step, (a, h) in steps]
+    more = {"problems": 2, "response_length": 30.0 + after, "truncated_fraction": 0.25}
+    scores = [{"test": more | {"mean": mean, "no_box_fraction": 0.5}} for mean in (before, after)]
+    rows = [{"step": 0, "eval": scores[0]}, *rows, {"step": len(rows), "eval": scores[1]}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_tables_are_taken_run_by_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(replicate, "draw_paper_figures", lambda *_: None)
-    stapo, justrl = Group("STAPO", "", 2), Group("JustRL", "", 2)
+def test_tables_are_taken_run_by_run(tmp_path, capsys):
     early, late = [0.1] * 4 + [0.4] * 6, [0.9] * 15  # steps 5 to 10 at 40 %, 11 to 25 at 90 %
-    write(tmp_path / f"{stapo.key}-2", early + late)
-    write(tmp_path / f"{stapo.key}-3", early + late)
-    write(tmp_path / f"{justrl.key}-2", early + [0.68] * 15, entropy=0.75, held_out=80.0)
-    write(tmp_path / f"{justrl.key}-3", early + [0.57] * 15, entropy=1.0, held_out=82.0)
-    replicate.report([stapo, justrl], tmp_path)
+    write(tmp_path / "tests-tiny-STAPO-2", early + late)
+    write(tmp_path / "tests-tiny-STAPO-3", early + late)
+    write(tmp_path / "tests-tiny-JustRL-2", early + [0.68] * 15, 0.75, after=80.0)
+    write(tmp_path / "tests-tiny-JustRL-3", early + [0.57] * 15, 1.0, after=82.0)
+    write(tmp_path / "noise-12-pct-STAPO-2", early + late)  # alone: no difference to be taken
+    replicate.report("methods", tmp_path)
     printed = capsys.readouterr().out.splitlines()
     # 10 to 20: (40 + 10 * 90) / 11 = 85.45, (40 + 680) / 11 = 65.45, (40 + 570) / 11 = 55.45;
     # JustRL's mean 60.45 and its standard error 10 / sqrt 2 / sqrt 2 = 5
@@ -40,40 +45,47 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys, monkeypatch):
     # the ratios of entropy are 1.5 and 2
     row = "+0.0 ± 0.0 | -25.0 ± 5.0 | -27.5 ± 5.5 | -9.0 ± 1.0 | 1.75 | -20.0 -30.0 |"
     assert f"| JustRL | {row}" in printed
-    assert "| tests/tiny | 5.0 | 1.00 | 85.5 ± 0.0 | -25.0 ± 5.0 |  | 1.75 |" in printed
+    assert "| tests/tiny | 5.0 | 1.00 | 85.5 ± 0.0 | -25.0 ± 5.0 | 1.75 |" in printed
+    assert sum("noise 12 %" in line for line in printed) == 1
     assert (tmp_path / "replication.png").stat().st_size > 10_000
-    lines = (tmp_path / "runs.csv").read_text().splitlines()
-    assert len(lines) == 5 and lines[4].startswith("tests/tiny,JustRL,3,")
 
 
-def test_each_method_is_compared_at_its_best_rate():
-    """Over steps 5 to 10 both are best at twice the rate, later STAPO is at the usual one."""
-    accuracies = {
-        "STAPO, half the rate": (10, 20),
-        "STAPO": (40, 80),
-        "STAPO, twice the rate": (50, 75),
-        "JustRL, half the rate": (5, 10),
-        "JustRL": (30, 70),
-        "JustRL, twice the rate": (52, 72),
-    }
-    groups = [Group(name, "", 2) for name in accuracies]
-    found = {}
-    for group in groups:
-        early, later = accuracies[group.name]
-        run = {"5 to 10": early, "10 to 20": later, "last five": later, "held out": later}
-        found[group.key] = {2: run, 3: {span: value + 1 for span, value in run.items()}}
-    found[groups[-1].key][3]["10 to 20"] -= 2  # 72 and 71, against 80 and 81
-    lines = replicate.best_rates(groups, found).splitlines()[2:]
-    twice = "STAPO, twice the rate | JustRL, twice the rate"
-    assert lines[0] == f"| 5 to 10 | {twice} | +2.0 ± 0.0 |"
-    assert lines[1] == "| 10 to 20 | STAPO | JustRL, twice the rate | -9.0 ± 1.0 |"
-    assert replicate.best_rates(groups[:-1], found) == ""
+def test_longer_runs_are_read_twenty_steps_at_a_time(tmp_path, capsys):
+    accuracies = [0.5] * 20 + [0.6] * 20 + [0.7] * 20 + [0.8] * 20 + [0.9] * 20
+    entropies = [0.5] * 40 + [0.4] * 60
+    write(tmp_path / "tests-tiny-JustRL,-100-steps-3", accuracies, entropies)
+    replicate.report("methods", tmp_path)
+    cells = "50.0 | 60.0 | 70.0 | 80.0 | 90.0 | 0.500 | 0.500 | 0.400 | 0.400 | 0.400"
+    assert f"| JustRL, 100 steps | 1 | {cells} |" in capsys.readouterr().out.splitlines()
+
+
+def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
+    """Entropy of steps 1, 40, 80 and 130, the highest of each seed, and the last evaluation."""
+    entropies = [0.2] * 39 + [0.4] + [0.45] * 39 + [0.6] + [0.8] * 49 + [0.5]
+    for seed, factor, after in ((5, 1, 10.0), (6, 2, 20.0)):
+        folder = tmp_path / f"STAPO-run-JustRL-{seed}"
+        write(folder, [0.9] * 130, [factor * h for h in entropies], before=86.0, after=after)
+        (folder / "evaluations").mkdir()
+        ends = {5: ["1", "2", None, "1"], 6: ["3", "3", "3", "3"]}[seed]  # 3 and 1 different ones
+        for step, answers in ((0, ["1", "2", "3", "4"]), (130, ends)):
+            rows = "".join(json.dumps({"answer": answer}) + "\n" for answer in answers)
+            (folder / "evaluations" / f"step_{step:06d}.jsonl").write_text(rows)
+    replicate.report("drift", tmp_path)
+    # entropy 0.2 and 0.4: 0.3 ± 0.1; tokens 30 + 10 and 30 + 20
+    cells = "0.30 ± 0.10 | 0.60 ± 0.20 | 0.90 ± 0.30 | 0.75 ± 0.25 | 5.00 ± 0.00 | 45.0 ± 5.0"
+    cells += " | 25.0 ± 0.0 | 50.0 ± 0.0 | 2 ± 1 | 15.0 ± 5.0"
+    printed = capsys.readouterr().out.splitlines()
+    assert f"| JustRL | 2 | {cells} |" in printed
+    before = "5.00 ± 0.00 | 45.0 ± 5.0 | 25.0 ± 0.0 | 50.0 ± 0.0 | 4 ± 0 | 86.0 ± 0.0"
+    assert f"| JustRL | 2 | {before} |" in printed
+    assert "| JustRL | 2 | 0.50 1.00 | 0.80 1.60 | 40 50 | 50 50 | 10 20 |" in printed
+    assert (tmp_path / "drift.png").stat().st_size > 10_000
 
 
 def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(replicate, "quiet_run", commands.append)
-    group = Group("JustRL", "--method justrl --lr 1e-4", 2, steps=3)
+    group = Group("JustRL", "--method justrl --lr 1e-4", range(2, 4), steps=3)
     write(tmp_path / f"{group.key}-2", [0.1] * 3)
     write(tmp_path / f"{group.key}-3", [0.1] * 2)  # a step is missing
     replicate.run_all([group], tmp_path, jobs=2)
@@ -84,6 +96,29 @@ def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatc
     assert not (tmp_path / f"{group.key}-3").exists()
 
 
+def test_a_run_begins_from_the_finished_run_of_its_seed(tmp_path, monkeypatch):
+    """Which is made once, before them; its folder gets its name when it is whole."""
+    commands = []
+
+    def make(command):
+        commands.append(command)
+        output = command[command.index("--output") + 1]
+        if output.endswith(".partial"):
+            (tmp_path / "bases" / output).mkdir(parents=True)
+
+    monkeypatch.setattr(replicate, "quiet_run", make)
+    groups = [row._replace(seeds=range(7, 8)) for row in replicate.drift_plan()[:2]]
+    replicate.run_all(groups, tmp_path, jobs=1)
+    start, *runs = commands
+    finished = tmp_path / "bases" / "STAPO-run-7"
+    assert start[:6] == ["stapo.py", "@tests/tiny/args", "--method", "stapo", "--seed", "7"]
+    assert finished.is_dir() and len(runs) == 2
+    for command in runs:
+        model = command[command.index("--model") + 1]
+        assert model == str(finished / "checkpoints" / "step_000028")
+        assert command[command.index("--data") + 1].endswith("tests/tiny/train.jsonl")
+
+
 def test_a_torn_line_makes_a_run_begin_anew(tmp_path):
     write(tmp_path / "run", [0.1] * 3)
     assert len(replicate.read_run(tmp_path / "run", 3)) == 3
@@ -92,16 +127,18 @@ def test_a_torn_line_makes_a_run_begin_anew(tmp_path):
     assert replicate.read_run(tmp_path / "run", 3) is None
 
 
-def test_every_flag_of_the_plan_is_one_of_stapo():
-    plan = replicate.whole_plan(5)
+@pytest.mark.parametrize("part", replicate.PARTS)
+def test_every_flag_of_the_plan_is_one_of_stapo(part, monkeypatch):
+    monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
+    monkeypatch.setattr(stapo, "main", lambda argv: None)
+    replicate.train_control([])  # adds its two methods
+    plan = replicate.PARTS[part][0]
     assert len({group.key for group in plan}) == len(plan)
     for group in plan:
-        if "--control" not in group.flags:
-            flags = group.flags.split()
-            assert (
-                stapo.parse_flags(stapo.Config, "", flags) != stapo.Config()
-                or "STAPO" in group.name
-            )
+        cfg = stapo.parse_flags(stapo.Config, "", group.flags.split())
+        assert cfg.method in stapo.METHODS
+        assert cfg != stapo.Config() or group.name.startswith("STAPO")
+        load_reward(cfg.reward)
         assert any(group._replace(name=group.reference).key == other.key for other in plan)
 
 
@@ -110,31 +147,61 @@ def test_a_failing_program_is_named():
         replicate.quiet_run(["stapo.py", "--tau_p", "2"])
 
 
-@pytest.mark.parametrize("whose", ["wrong", "both"])
-def test_controls_silence_rare_tokens_of_the_other_answers(whose, monkeypatch):
+@pytest.mark.parametrize("method, asked", [("wrong-answers", (-1,)), ("both-answers", (-1, 1))])
+def test_controls_silence_rare_tokens_of_the_other_answers(method, asked, monkeypatch):
     """The rule, token by token, with wrong answers or both in the place of right ones."""
     seen = {}
-    for name in ("choose_tokens", "METHODS"):
-        monkeypatch.setattr(stapo, name, getattr(stapo, name))
     monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
     monkeypatch.setattr(stapo, "main", lambda argv: seen.update(argv=argv))
-    replicate.train_control(whose, ["--steps", "3"])
-    assert seen == {"argv": ["--steps", "3"]} and stapo.METHODS["stapo"].reads == "all"
+    replicate.train_control(["--steps", "3"])
+    assert seen == {"argv": ["--steps", "3"]}
+    choose, reads, divides_by = stapo.METHODS[method]
+    assert (reads, divides_by) == ("all", "kept")
     draw = torch.Generator().manual_seed(0)
-    n = 4000
-    p = 10 ** (-4 * torch.rand(n, generator=draw, dtype=torch.float64))
-    entropy = torch.rand(n, generator=draw, dtype=torch.float64)
-    advantages = torch.randint(-1, 2, (n,), generator=draw).double()
-    options = {"tau_p": 0.002, "q": 0.75}
-    keep, candidates, tau_h = stapo.choose_tokens(
-        "stapo", p.log(), advantages, entropy, None, **options
+    shape = rows, width = 40, 100
+    mask = torch.rand(shape, generator=draw) < 0.8
+    p = 10 ** (-4 * torch.rand(shape, generator=draw))
+    entropy = torch.rand(shape, generator=draw)
+    stats = stapo.TokenStats(p.log(), entropy, torch.zeros(shape))
+    advantages = torch.randint(-1, 2, (rows,), generator=draw).float()
+    batch = stapo.Batch(
+        ids=torch.zeros(shape, dtype=torch.long),
+        mask=mask,
+        lengths=torch.full((rows,), width),
+        old=stats,
+        ref_logp=None,
+        rewards=advantages.double(),
+        advantages=advantages,
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        seeds=torch.zeros(rows, dtype=torch.long),
     )
-    asked = {"wrong": (-1,), "both": (-1, 1)}[whose]
-    rare = [i for i in range(n) if p[i] < 0.002 and int(advantages[i]) in asked]
-    assert candidates.nonzero().flatten().tolist() == rare
-    entropies = sorted(float(entropy[i]) for i in rare)
+    keep, candidates, tau_h = choose(batch, stats, stapo.Config(tau_p=0.002, q=0.75))
+    places = [(i, t) for i in range(rows) for t in range(width) if mask[i, t]]
+    rare = [(i, t) for i, t in places if p[i, t] < 0.002 and int(advantages[i]) in asked]
+    assert list(map(tuple, candidates.nonzero().tolist())) == rare and len(rare) > 100
+    entropies = sorted(float(entropy[place]) for place in rare)
     place = 0.75 * (len(entropies) - 1)
     low = entropies[math.floor(place)]
-    assert tau_h == pytest.approx(low + (place % 1) * (entropies[math.floor(place) + 1] - low))
-    silenced = [i for i in rare if entropy[i] < tau_h]
-    assert (~keep).nonzero().flatten().tolist() == silenced
+    expected = low + (place % 1) * (entropies[math.floor(place) + 1] - low)
+    assert tau_h == pytest.approx(expected, abs=1e-6)
+    silenced = [place for place in rare if entropy[place] < tau_h]
+    assert list(map(tuple, (mask & ~keep).nonzero().tolist())) == silenced
+
+
+def test_rewards_look_at_nothing_but_a_hash():
+    """How often they pay; the same text gets the same reward; other problems get other ones."""
+    texts = [f"So \\boxed{{{n}}}" for n in range(4000)]
+    row = {"problem": "Q: 1+1=?", "answer": "2"}
+    for function, share in ((rewards.nine_of_ten, 0.9), (rewards.one_of_two, 0.5)):
+        paid = [function(text, row) for text in texts]
+        assert set(paid) == {1.0, -1.0} and paid == [function(text, dict(row)) for text in texts]
+        assert paid.count(1.0) / 4000 == pytest.approx(share, abs=0.03)
+        others = [function(texts[0], row | {"problem": f"Q: {n}+1=?"}) for n in range(4000)]
+        assert others.count(1.0) / 4000 == pytest.approx(share, abs=0.03)
+
+
+def test_right_answers_are_refused_and_wrong_ones_never_paid():
+    rows = [{"problem": f"Q: {n}-{n}+7=?", "answer": "7"} for n in range(2000)]
+    right = [rewards.seven_of_ten_right("So \\boxed{7}", row) for row in rows]
+    assert right.count(1.0) / 2000 == pytest.approx(0.7, abs=0.04)
+    assert {rewards.seven_of_ten_right("So \\boxed{8}", row) for row in rows} == {-1.0}
