@@ -73,7 +73,7 @@ from support.bookkeeping import (
     stop,
 )
 from support.distributed import all_cat, all_list, all_sum, rank, world_size
-from support.dumps import RightResponses, make_dump
+from support.dumps import make_dump
 from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed
 
@@ -762,28 +762,15 @@ def dump(
     choices = [METHODS[cfg.method].choose(part, part.old, cfg) for part in mini_batches]
     keep = torch.cat([choice.keep for choice in choices])  # (B, L)
     tau_h = torch.tensor([choice.tau_h for choice in choices], dtype=torch.float64)
-    places = (batch.advantages > 0).nonzero().flatten()  # (N,) rows
-    right = batch.take(places)
-    p = right.old.logp.exp()  # (N, L)
-    responses = RightResponses(
-        ids=right.ids,
-        mask=right.mask,
-        advantages=right.advantages,
-        # Beside candidates 20-Entropy drops other tokens.
-        silenced=right.mask & (p < cfg.tau_p) & ~keep[places],
-        p=p,
-        entropy=right.old.entropy,
-        collision=right.old.collision,
-        tau_h=tau_h.repeat_interleave(len(batch.ids) // len(choices))[places],
-        problems=[samples[i]["problem"] for i in places],
-        answers=[samples[i]["gold"] for i in places],
-    )
     made = make_dump(
-        responses,
+        batch,
+        samples,
+        # Beside candidates 20-Entropy drops other tokens.
+        silenced=batch.mask & (batch.old.logp.exp() < cfg.tau_p) & ~keep,
+        tau_h=tau_h.repeat_interleave(len(batch.ids) // len(choices)),
         step=step,
         method=cfg.method,
         tau_p=cfg.tau_p,
-        all_tokens=int(batch.mask.sum()),
         seed=cfg.seed,
         decode=functools.partial(to_text, task.tokenizer),
         likeliest=model.likeliest,

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +27,7 @@ from matplotlib.font_manager import findfont, get_font
 from responses import visible, write_page
 
 matplotlib.use("Agg")  # files only, no display
+plt.rcParams |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "savefig.dpi": 150}
 
 METHODS = {  # fixed colours, Okabe and Ito's: colour-blind readers tell them apart
     "stapo": ("STAPO", "#D55E00"),
@@ -62,7 +63,7 @@ class Group:
 
     label: str
     suffix: str  # of its file names
-    line: dict  # colour and line style
+    line: dict  # how its lines look, as matplotlib's keywords
     series: list[dict]  # for each run: metric -> {step: value}
     dumps: list[dict]  # of all its runs
 
@@ -73,36 +74,29 @@ def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     The score of an evaluation, step 0 being the model before the first, becomes the metric
     eval/BENCHMARK, which is not smoothed.
     """
-    series: dict[str, dict[int, float]] = {}
+    series: dict[str, dict[int, float]] = defaultdict(dict)
     lines = log.read_text("utf-8").splitlines() if log.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             scores = row.pop("eval", None) or {}
             row |= {f"eval/{name}": score["mean"] for name, score in scores.items()}
-            for key in [k for k, v in row.items() if isinstance(v, int | float)]:
-                series.setdefault(key, {})[row["step"]] = row[key]
+            for key, value in row.items():
+                if isinstance(value, int | float):
+                    series[key][row["step"]] = value
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number < len(lines):
                 raise ValueError(f"{log} line {number} is no metrics line: {error!r}") from error
             print(f"{log}: the last line ({number}) is torn and skipped", file=sys.stderr)
     if not series:
         raise ValueError(f"{log} holds no step and no evaluation: wait for the first")
-    for key in [key for key in series if not key.startswith("eval/")]:
-        steps, values = zip(*sorted(series[key].items()), strict=True)
-        ends = range(1, len(steps) + 1)
-        means = [fmean(values[max(0, end - window) : end]) for end in ends]
-        series[key] = dict(zip(steps, means, strict=True))
+    for key, by_step in series.items():
+        if not key.startswith("eval/"):
+            steps = sorted(by_step)
+            values = [by_step[step] for step in steps]
+            for i, step in enumerate(steps):
+                by_step[step] = fmean(values[max(0, i + 1 - window) : i + 1])
     return series
-
-
-def quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
-    """The smallest value that, with all below it, has the share q of the weights; NaN of none."""
-    if len(values) == 0:
-        return math.nan
-    order = np.argsort(values)
-    below = np.cumsum(weights[order])
-    return values[order][np.searchsorted(below, q * below[-1])]
 
 
 def read_dump(path: Path) -> dict:
@@ -116,6 +110,8 @@ def read_dump(path: Path) -> dict:
     try:
         dump = json.loads(path.read_text("utf-8"))
         rows = dump["tokens"]
+        if not rows:
+            return dump  # of a step without a right answer: `draw` leaves it out
         t = {key: np.array([row[key] for row in rows], dtype=float) for key in TOKEN_KEYS}
         squared = np.maximum(1 - 2 * t["p"] + t["collision"], 0)  # rounding can go below 0
         t["norm"] = np.abs(t["advantage"]) * np.sqrt(squared)
@@ -123,7 +119,8 @@ def read_dump(path: Path) -> dict:
         known = np.unique(tau_h[np.isfinite(tau_h)])
         ranked = dump["method"] == "stapo" and len(known) > 0
         dump["split"] = "the τ_h of its mini-batch" if ranked else "the 0.8-quantile of H"
-        other = known.mean() if ranked else quantile(t["entropy"], t["weight"], 0.8)
+        quantile = {"weights": t["weight"], "method": "inverted_cdf"}
+        other = known.mean() if ranked else np.quantile(t["entropy"], 0.8, **quantile)
         t["threshold"] = np.where(np.isfinite(tau_h) & ranked, tau_h, other)
         for response in dump["responses"]:
             own = response["tau_h"] is not None and ranked
@@ -132,8 +129,9 @@ def read_dump(path: Path) -> dict:
         t["low_p"], t["low_h"] = t["p"] < dump["tau_p"], t["entropy"] < t["threshold"]
         t["step"] = np.full(len(rows), dump["step"])
         dump["frequent"] = {silenced: Counter() for silenced in KINDS}
-        for row in [row for row in rows if row["p"] < dump["tau_p"]]:
-            dump["frequent"][row["silenced"]][row["token"]] += row["weight"]
+        for row in rows:
+            if row["p"] < dump["tau_p"]:
+                dump["frequent"][row["silenced"]][row["token"]] += row["weight"]
         if not math.isclose(t["weight"].sum(), dump["positive_tokens"], rel_tol=0.01):
             print(f"{path}: the weights do not add up to positive_tokens", file=sys.stderr)
         return dump | {"tokens": t, "all_tokens": int(dump["all_tokens"])}
@@ -153,15 +151,14 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
             raise ValueError(f"{path} is no run directory of stapo.py: {error!r}") from error
     groups, all_flags = [], [json.loads(key) for key in by_flags]
     names = [*METHODS, *(flags["method"] for flags in all_flags)]  # the legend's order
-    runs = zip(all_flags, by_flags.values(), strict=True)
+    runs = zip(all_flags, by_flags.values())
     for flags, members in sorted(runs, key=lambda run: names.index(run[0]["method"])):
         name, colour = METHODS.get(flags["method"], (flags["method"], "#8C8C8C"))
         rivals = [other for other in all_flags if other["method"] == flags["method"]]
         differ = [f"{k} {v}" for k, v in flags.items() if any(o.get(k) != v for o in rivals)]
         label, rank = ", ".join([name, *differ]), rivals.index(flags)
-        pale = 0.6 * rank / len(rivals)  # towards white: a sweep keeps the hue of its method
-        line = {"color": [c + pale * (1 - c) for c in matplotlib.colors.to_rgb(colour)]}
-        line["linestyle"] = ("-", "--", "-.", ":")[rank % 4]
+        line = {"color": colour, "linestyle": ("-", "--", "-.", ":")[rank % 4]}
+        line["alpha"] = 1 - 0.6 * rank / len(rivals)  # a sweep keeps the hue of its method
         suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", label.lower()) if len(by_flags) > 1 else ""
         label += f" ({len(members)} runs)" if len(members) > 1 else ""
         series = [read_metrics(path / "metrics.jsonl", window) for path in members]
@@ -186,43 +183,39 @@ def percent(share: float, _position: int | None = None) -> str:
     return f"{100 * share:.3g} %"
 
 
-def draw_curves(
-    stem: str, panels: dict[str, str], groups: list[Group], window: int, out: Path
-) -> None:
+def draw_curves(stem: str, panels: dict, groups: list[Group], window: int, out: Path) -> None:
     """A panel for each metric, a line for each group: the mean of its runs, a band min to max."""
-    rows = [
-        {"metric": metric, "group": group.label, "step": step, "mean": np.mean(values)}
-        | {"min": min(values), "max": max(values), "runs": len(values)}
-        for metric in panels
-        for group in groups
-        for step in sorted({step for run in group.series for step in run.get(metric, {})})
-        if (values := [run[metric][step] for run in group.series if step in run.get(metric, {})])
-    ]
-    recorded = {row["metric"] for row in rows}
-    panels = {metric: text for metric, text in panels.items() if metric in recorded}
-    if not panels:
+    rows = []
+    for metric in panels:
+        for group in groups:
+            runs = [run[metric] for run in group.series if metric in run]
+            for step in sorted(set().union(*runs)):
+                values = [run[step] for run in runs if step in run]
+                row = {"metric": metric, "group": group.label, "step": step}
+                row |= {"mean": np.mean(values), "min": min(values), "max": max(values)}
+                rows.append(row | {"runs": len(values)})
+    recorded = [metric for metric in panels if any(row["metric"] == metric for row in rows)]
+    if not recorded:
         return
     write_csv(out / f"{stem}.csv", rows)
-    columns = 3 if len(panels) > 4 else min(2, len(panels))
-    shape = math.ceil(len(panels) / columns), columns
-    size = (4.8 * min(2, columns) + 0.6 * (columns > 2), 2.8 * shape[0] + 0.6)
-    fig, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
-    for ax in axes.flat[len(panels) :]:
+    columns = 3 if len(recorded) > 4 else min(2, len(recorded))
+    lines = math.ceil(len(recorded) / columns)
+    size = (10.2, 2.8 * lines + 0.6)
+    fig, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for ax in axes.flat[len(recorded) :]:
         ax.set_visible(False)
-    for ax, (metric, text) in zip(axes.flat, panels.items(), strict=False):
+    for ax, metric in zip(axes.flat, recorded):
         for group in groups:
             mine = [r for r in rows if (r["metric"], r["group"]) == (metric, group.label)]
             x, mean, low, high = ([r[k] for r in mine] for k in ("step", "mean", "min", "max"))
             ax.plot(x, mean, marker="o" if len(x) <= 40 else "", markersize=3, **group.line)
             ax.fill_between(x, low, high, color=group.line["color"], alpha=0.2, linewidth=0)
         smooth = f" (mean of the last {window} values)" if stem != "evaluation" else ""
-        ax.set(xlabel="step" + (smooth if window > 1 else ""), ylabel=text)
+        ax.set(xlabel="step" + (smooth if window > 1 else ""), ylabel=panels[metric])
         ax.xaxis.get_major_locator().set_params(integer=True)
         positive = [r["mean"] for r in rows if r["metric"] == metric and r["mean"] > 0]
         if metric == "silenced_fraction" and positive:  # log scale with a place for 0 below it
-            smallest = 10 ** math.floor(math.log10(min(positive)))
-            ax.set_yscale("symlog", linthresh=smallest)
-            ax.set_ylim(bottom=-0.1 * smallest)
+            ax.set_yscale("symlog", linthresh=10 ** math.floor(math.log10(min(positive))))
         if metric in ("accuracy", "silenced_fraction"):
             ax.yaxis.set_major_formatter(percent)
     handles = [plt.Line2D([], [], label=group.label, **group.line) for group in groups]
@@ -232,47 +225,39 @@ def draw_curves(
 
 def quadrant_rows(tokens: dict[str, np.ndarray], all_tokens: int) -> list[dict]:
     """The taxonomy of Sec. 3.2 over tokens with A > 0; each counts by its weight."""
-    w, rows = tokens["weight"], []
-    for p, h in ((True, True), (True, False), (False, True), (False, False)):
-        here = w * (tokens["low_p"] == p) * (tokens["low_h"] == h)
-        rows.append(
-            {"quadrant": f"{'low' if p else 'high'} p, {'low' if h else 'high'} H"}
-            | {"tokens": here.sum(), "share": here.sum() / w.sum()}
-            | {"share_of_all": here.sum() / all_tokens}
-            | {"mean_gradient_norm": here @ tokens["norm"] / (here.sum() or math.nan)}
-            | {"silenced": here @ tokens["silenced"]}
-        )
+    weight, rows = tokens["weight"], []
+    for p in ("low", "high"):
+        for h in ("low", "high"):
+            here = weight * (tokens["low_p"] == (p == "low")) * (tokens["low_h"] == (h == "low"))
+            row = {"quadrant": f"{p} p, {h} H", "tokens": here.sum()}
+            row |= {"share": here.sum() / weight.sum(), "share_of_all": here.sum() / all_tokens}
+            row["mean_gradient_norm"] = here @ tokens["norm"] / (here.sum() or math.nan)
+            rows.append(row | {"silenced": here @ tokens["silenced"]})
     return rows
-
-
-def table(rows: list[list[str]]) -> str:
-    """Markdown of a header row and the rows below it."""
-    return "".join(f"| {' | '.join(r)} |\n" for r in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
 def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> list[dict]:
     """quadrants.csv for every dump and for all of them; the latter as markdown, printed too."""
     each = [(dump["step"], dump["tokens"], dump["all_tokens"]) for dump in group.dumps]
     each.append(("all", tokens, sum(dump["all_tokens"] for dump in group.dumps)))
-    parts = [[{"step": step} | row for row in quadrant_rows(*of)] for step, *of in each]
-    write_csv(out / f"quadrants{group.suffix}.csv", [row for part in parts for row in part])
-    cells = [["tokens with A > 0", "count", "share", "share of all responses' tokens"]]
-    cells[0] += ["mean gradient norm", "silenced"]
-    for row in parts[-1]:
+    rows = [{"step": step} | row for step, *of in each for row in quadrant_rows(*of)]
+    write_csv(out / f"quadrants{group.suffix}.csv", rows)
+    steps = [dump["step"] for dump in group.dumps]
+    text = f"### {group.label}: {len(steps)} dumps, steps {min(steps)} to {max(steps)}\n\n"
+    text += "| tokens with A > 0 | count | share | share of all responses' tokens "
+    text += "| mean gradient norm | silenced |\n" + "| --- " * 6 + "|\n"
+    for row in rows[-4:]:
         bold = "**" if row["quadrant"] == "low p, low H" else ""
         shares = [f"{bold}{percent(row[key])}{bold}" for key in ("share", "share_of_all")]
-        norm = f"{row['mean_gradient_norm']:.3f}"
-        counts = [f"{row[key]:.0f}" for key in ("tokens", "silenced")]
-        cells.append([row["quadrant"], counts[0], *shares, norm, counts[1]])
-    steps = sorted({dump["step"] for dump in group.dumps})
-    low, high = min(tokens["threshold"]), max(tokens["threshold"])
+        text += f"| {row['quadrant']} | {row['tokens']:.0f} | {' | '.join(shares)} "
+        text += f"| {row['mean_gradient_norm']:.3f} | {row['silenced']:.0f} |\n"
     splits = " or ".join(sorted({dump["split"] for dump in group.dumps}))
-    text = f"### {group.label}: {len(group.dumps)} dumps, steps {steps[0]} to {steps[-1]}\n\n"
-    text += f"{table(cells)}\nLow p: below {group.dumps[0]['tau_p']:g}. Low H: below "
-    text += f"{splits}, {low:.3g} to {high:.3g} nats.\n"
+    low, high = min(tokens["threshold"]), max(tokens["threshold"])
+    text += f"\nLow p: below {group.dumps[0]['tau_p']:g}. "
+    text += f"Low H: below {splits}, {low:.3g} to {high:.3g} nats.\n"
     (out / f"quadrants{group.suffix}.md").write_text(text, "utf-8")
     print(text)
-    return parts[-1]
+    return rows[-4:]
 
 
 def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out: Path) -> None:
@@ -280,10 +265,10 @@ def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out
     parts = np.flatnonzero(~t["low_p"]), np.flatnonzero(t["low_p"])  # the rare ones on top
     index = np.concatenate([part[:: math.ceil(len(part) / MAX_DRAWN) or 1] for part in parts])
     t = {key: values[index] for key, values in t.items()}
-    points = [dict(zip(t, row, strict=True)) for row in zip(*t.values(), strict=True)]
+    points = [dict(zip(t, row)) for row in zip(*t.values())]
     write_csv(out / f"gradients{group.suffix}.csv", points)
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=[2, 1], layout="constrained")
-    ax, grid = axes
+    options = {"figsize": (11, 4.5), "width_ratios": [2, 1], "layout": "constrained"}
+    fig, (ax, grid) = plt.subplots(1, 2, **options)
     p, tau_p, spurious = np.maximum(t["p"], 1e-12), group.dumps[0]["tau_p"], t["low_p"] & t["low_h"]
     halo = {"color": "#D55E00", "s": 26, "linewidths": 0, "label": "S2T's region: p < τp, H < τh"}
     ax.scatter(p[spurious], t["norm"][spurious], **halo)
@@ -296,8 +281,8 @@ def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out
     norms = np.array([row["mean_gradient_norm"] for row in rows]).reshape(2, 2).T[::-1]
     grid.imshow(norms, cmap="Oranges", vmin=0, vmax=1.6 * np.nanmax(norms) or 1, aspect="auto")
     for i, row in enumerate(rows):  # low p left, low H below
-        text = f"{row['tokens']:.0f} tokens\n{percent(row['share'])}\nmean norm "
-        text += f"{row['mean_gradient_norm']:.3f}"
+        text = f"{row['tokens']:.0f} tokens\n{percent(row['share'])}\n"
+        text += f"mean norm {row['mean_gradient_norm']:.3f}"
         grid.text(i // 2, 1 - i % 2, text, ha="center", va="center")
     grid.set_xticks([0, 1], ["p < τp", "p ≥ τp"])
     grid.set_yticks([0, 1], ["H ≥ τh", "H < τh"])
@@ -313,7 +298,7 @@ def draw_frequent(group: Group, out: Path) -> None:
     (out / f"tokens{group.suffix}.json").write_text(json.dumps(ordered, indent=1))
     font = get_font(findfont("DejaVu Sans")).get_charmap()
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.6), layout="constrained")
-    for ax, (silenced, (kind, treated, colour)) in zip(axes, KINDS.items(), strict=True):
+    for ax, (silenced, (kind, treated, colour)) in zip(axes, KINDS.items()):
         top = counts[silenced].most_common(20)[::-1]
         names = [visible(token, font) for token, _ in top]
         ax.barh(range(len(top)), [count for _, count in top], color=colour)
@@ -333,7 +318,7 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
     for stem, panels in (("training", TRAINING), ("quantiles", QUANTILES), ("evaluation", scores)):
         draw_curves(stem, panels, groups, window, out)
     for group in groups:
-        group.dumps = [dump for dump in group.dumps if len(dump["tokens"]["p"])]
+        group.dumps = [dump for dump in group.dumps if dump["tokens"]]
         if not group.dumps:
             why = "no dumps with a token of A > 0, so curves alone; stapo.py --dump_every N dumps"
             print(f"{group.label}: {why}")
@@ -353,13 +338,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smooth", type=int, default=1, help="curves: mean of the last N values")
     args = parser.parse_args(argv)
     runs = list(dict.fromkeys(args.runs))
-    plt.rcParams |= {
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-        "savefig.dpi": 150,
-        "lines.linewidth": 1.2,
-    }
-    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
     try:
         if args.smooth < 1:
             raise ValueError(f"--smooth {args.smooth}: a mean is of at least 1 value")

@@ -8,70 +8,67 @@ about 7 MB as JSON, whatever the size of the model and the batch: 20,000 sampled
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from support.distributed import all_list, all_max, all_sum, rank, world_size
 from support.seeds import generator
 
+Batch = Any  # stapo.Batch, which nothing here may import: stapo.py imports this file
+
 # Of a dump, over all ranks: tokens of the sample, responses, and tokens of each response.
 TOKENS, RESPONSES, WINDOW = 20_000, 20, 1_000
 
 
-class RightResponses(NamedTuple):
-    """This rank's responses with A > 0, on the CPU: rows [prompt, response, padding] of a batch."""
-
-    ids: torch.Tensor  # (N, L) long
-    mask: torch.Tensor  # (N, L) bool, True on response tokens
-    advantages: torch.Tensor  # (N,) float32
-    silenced: torch.Tensor  # (N, L) bool
-    p: torch.Tensor  # (N, L) float32, the sampled token's probability
-    entropy: torch.Tensor  # (N, L) float32, nats
-    collision: torch.Tensor  # (N, L) float32, the sum of squared probabilities
-    tau_h: torch.Tensor  # (N,) nats, of the response's mini-batch; not finite where it has none
-    problems: list[str]
-    answers: list[str]  # the right ones, as the data has them
-
-
 def make_dump(
-    responses: RightResponses,
+    batch: Batch,
+    samples: list[dict],
+    silenced: torch.Tensor,
+    tau_h: torch.Tensor,
     *,
     step: int,
     method: str,
     tau_p: float,
-    all_tokens: int,
     seed: int,
     decode: Callable[[list[int]], str],
     likeliest: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[str, Any]:
     """A step's dump, ready for JSON and the same on every rank; each rank brings its responses.
 
-    `all_tokens` counts the tokens of the other responses too. `decode` makes text of ids.
-    `likeliest` is the model's own (see rollout.py): under FSDP it is a collective, and every rank
-    calls it equally often. The result is a function of the arguments.
+    `samples` are the rows' dicts from `collect`; silenced (B, L) bool; tau_h (B,) nats, of the
+    row's mini-batch, not finite where it has none. `decode` makes text of ids. `likeliest` is the
+    model's own (see rollout.py): under FSDP it is a collective, and every rank calls it equally
+    often. The result is a function of the arguments.
     """
-    tokens = sample_tokens(responses, tau_p, decode, generator(seed, "dump", step))
-    counts = all_sum({"positive_tokens": responses.mask.sum(), "all_tokens": all_tokens})
-    rows = rows_to_show(responses.silenced, generator(seed, "responses", step, rank()))
-    idle = all_max(len(rows)) - len(rows)  # forwards that other ranks do more than this one
-    shown = []
-    for row in rows:
-        places = window(responses.mask[row], responses.silenced[row])
-        top = likeliest(responses.ids[row, : places[-1] + 1], len(places))
-        shown.append(describe(responses, row, places, top, decode))
+    right = batch.mask & (batch.advantages > 0)[:, None]  # (B, L), tokens of right responses
+    counts = all_sum({"positive_tokens": right.sum(), "all_tokens": batch.mask.sum()})
+    p = batch.old.logp.exp()  # (B, L)
+    tokens = []
+    for row, t, weight in sample_tokens(right, p < tau_p, generator(seed, "dump", step)):
+        token = {
+            "token": decode([int(batch.ids[row, t])]),
+            "p": float(p[row, t]),
+            "entropy": float(batch.old.entropy[row, t]),
+            "collision": float(batch.old.collision[row, t]),
+            "advantage": float(batch.advantages[row]),
+            "silenced": bool(silenced[row, t]),
+            "tau_h": finite(float(tau_h[row])),
+            "weight": weight,
+        }
+        tokens.append(token)
+    rows = rows_to_show(right, silenced, generator(seed, "responses", step, rank()))
+    # Asked for before the forwards, which wait for one another under FSDP.
+    idle = all_max(len(rows)) - len(rows)
+    functions = {"decode": decode, "likeliest": likeliest}
+    shown = [describe(batch, samples, silenced, tau_h, row, **functions) for row in rows]
     for _ in range(idle):
         likeliest(torch.zeros(2, dtype=torch.long), 1)  # keeps the ranks in step
-    tokens_of_ranks, shown_of_ranks = all_list(tokens), all_list(shown)
-    return {
-        "step": step,
-        "method": method,
-        "tau_p": tau_p,
-        "positive_tokens": int(counts["positive_tokens"]),
-        "all_tokens": int(counts["all_tokens"]),
-        "tokens": list(itertools.chain(*tokens_of_ranks)),
-        "responses": list(itertools.chain(*shown_of_ranks)),
-    }
+    dump = {"step": step, "method": method, "tau_p": tau_p}
+    dump |= {name: int(count) for name, count in counts.items()}
+    dump["tokens"] = list(itertools.chain(*all_list(tokens)))
+    dump["responses"] = list(itertools.chain(*all_list(shown)))
+    return dump
 
 
 def finite(value: float) -> float | None:
@@ -84,54 +81,36 @@ def rounded(value: float, digits: int) -> float:
     return float(f"{value:.{digits}g}")
 
 
-# ---------------------------------------------------------------------- a sample of the tokens
-
-
 def sample_tokens(
-    responses: RightResponses,
-    tau_p: float,
-    decode: Callable[[list[int]], str],
-    draw: torch.Generator,
-) -> list[dict[str, Any]]:
-    """This rank's share of the sampled tokens: low-probability ones (p < tau_p), then others.
+    right: torch.Tensor, low: torch.Tensor, draw: torch.Generator
+) -> list[tuple[int, int, float]]:
+    """This rank's share of the sampled tokens: row, column and weight of each.
 
-    Each kind has half of the room; `weight` is how many tokens of its kind a token stands for.
+    right, low (B, L) bool: tokens of right responses, those with p < tau_p. The low ones come
+    first, and each kind has half of the room. The weight is how many tokens of its kind a token
+    stands for.
     """
-    rows, columns = responses.mask.nonzero(as_tuple=True)  # (T,) each, response after response
-    low = responses.p[rows, columns] < tau_p  # (T,)
-    tokens = []
-    for kind in (True, False):
-        members = (low == kind).nonzero().flatten()
-        shuffled = members[torch.randperm(len(members), generator=draw)]
-        chosen = shuffled[: TOKENS // 2 // world_size()].tolist()
-        for row, t in zip(rows[chosen].tolist(), columns[chosen].tolist(), strict=True):
-            token = {
-                "token": decode([int(responses.ids[row, t])]),
-                "p": float(responses.p[row, t]),
-                "entropy": float(responses.entropy[row, t]),
-                "collision": float(responses.collision[row, t]),
-                "advantage": float(responses.advantages[row]),
-                "silenced": bool(responses.silenced[row, t]),
-                "tau_h": finite(float(responses.tau_h[row])),
-                "weight": len(members) / len(chosen),
-            }
-            tokens.append(token)
-    return tokens
+    sampled = []
+    for kind in (right & low, right & ~low):
+        places = kind.nonzero()  # (T, 2), response after response
+        order = torch.randperm(len(places), generator=draw)
+        chosen = places[order[: TOKENS // 2 // world_size()]].tolist()
+        sampled += [(row, t, len(places) / len(chosen)) for row, t in chosen]
+    return sampled
 
 
-# ------------------------------------------------------------------- responses, token by token
+def rows_to_show(right: torch.Tensor, silenced: torch.Tensor, draw: torch.Generator) -> list[int]:
+    """Which of this rank's right responses are among those of all ranks that are shown.
 
-
-def rows_to_show(silenced: torch.Tensor, draw: torch.Generator) -> list[int]:
-    """Which of this rank's responses are among those of all ranks that are shown.
-
-    silenced (N, L) bool. Responses with silenced tokens come first, and lots decide among equals.
+    right, silenced (B, L) bool. Responses with silenced tokens come first, and lots decide among
+    equals.
     """
-    lots = torch.rand(len(silenced), generator=draw).tolist()
+    rows = right.any(1).nonzero().flatten().tolist()
+    lots = torch.rand(len(rows), generator=draw).tolist()
     unmarked = (~silenced.any(1)).tolist()
-    mine = [(unmarked[i], lots[i], rank(), i) for i in range(len(lots))]
+    mine = [(unmarked[row], lot, rank(), row) for row, lot in zip(rows, lots)]
     first = sorted(itertools.chain(*all_list(mine)))[:RESPONSES]
-    return [i for _, _, owner, i in first if owner == rank()]
+    return [row for _, _, owner, row in first if owner == rank()]
 
 
 def window(mask: torch.Tensor, silenced: torch.Tensor) -> list[int]:
@@ -148,30 +127,33 @@ def window(mask: torch.Tensor, silenced: torch.Tensor) -> list[int]:
 
 
 def describe(
-    responses: RightResponses,
+    batch: Batch,
+    samples: list[dict],
+    silenced: torch.Tensor,
+    tau_h: torch.Tensor,
     row: int,
-    columns: list[int],
-    likeliest: tuple[torch.Tensor, torch.Tensor],
+    *,
     decode: Callable[[list[int]], str],
+    likeliest: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[str, Any]:
-    """A response as JSON, its tokens in lists: an entry for each of the columns shown.
-
-    `likeliest`: the largest probabilities of each place and the ids that have them, (T, 5) both.
-    """
-    prompt = int(responses.mask[row].nonzero()[0])  # its length
+    """A row's response as JSON, its tokens in lists: an entry for each of those shown."""
+    prompt = int(batch.mask[row].nonzero()[0])  # its length
+    columns = window(batch.mask[row], silenced[row])
+    p, entropy = batch.old.logp[row, columns].exp(), batch.old.entropy[row, columns]  # (T,) each
+    top = likeliest(batch.ids[row, : columns[-1] + 1], len(columns))  # p and ids, (T, 5) both
     return {
-        "problem": responses.problems[row],
-        "answer": responses.answers[row],
-        "advantage": float(responses.advantages[row]),
-        "tau_h": finite(rounded(float(responses.tau_h[row]), 6)),
-        "length": int(responses.mask[row].sum()),
+        "problem": samples[row]["problem"],
+        "answer": samples[row]["gold"],
+        "advantage": float(batch.advantages[row]),
+        "tau_h": finite(rounded(float(tau_h[row]), 6)),
+        "length": int(batch.mask[row].sum()),
         "start": columns[0] - prompt,
-        "token": [decode([i]) for i in responses.ids[row, columns].tolist()],
-        "p": [rounded(p, 6) for p in responses.p[row, columns].tolist()],
-        "entropy": [rounded(h, 6) for h in responses.entropy[row, columns].tolist()],
-        "silenced": responses.silenced[row, columns].tolist(),
+        "token": [decode([i]) for i in batch.ids[row, columns].tolist()],
+        "p": [rounded(value, 6) for value in p.tolist()],
+        "entropy": [rounded(value, 6) for value in entropy.tolist()],
+        "silenced": silenced[row, columns].tolist(),
         "likeliest": [
-            [[decode([i]), rounded(p, 4)] for p, i in zip(probabilities, ids)]
-            for probabilities, ids in zip(*(column.tolist() for column in likeliest))
+            [[decode([i]), rounded(share, 4)] for share, i in zip(shares, ids)]
+            for shares, ids in zip(*(values.tolist() for values in top))
         ],
     }

@@ -1,6 +1,7 @@
 """What the tests share: one thread, the tiny model, models with random weights."""
 
 import copy
+import json
 import os
 import re
 from pathlib import Path
@@ -16,8 +17,23 @@ from support import distributed
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
+# A run of two steps on the tiny model, saved at its end.
+FLAGS = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 4
+    --mini_batch_size 2 --group_size 4 --max_new_tokens 40 --save_every 0"""
 # The six benchmarks are no part of the repository: the tests that read them skip without this.
 BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
+
+
+def read_rows(file: Path) -> list[dict]:
+    """The lines of a .jsonl file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def run(output: Path, extra: str = "") -> list[dict]:
+    """stapo.py with FLAGS and more: the lines of its metrics."""
+    os.chdir(ROOT)
+    stapo.main(f"{FLAGS} --output {output} {extra}".split())
+    return read_rows(output / "metrics.jsonl")
 
 
 def padded(rows, mask):

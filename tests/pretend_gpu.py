@@ -105,9 +105,6 @@ class OnGPU(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, types, args, kwargs or {})
 
-    def __repr__(self) -> str:
-        return f"OnGPU({self.numbers!r})"
-
     def tolist(self):
         return self.cpu().tolist()
 
@@ -119,19 +116,6 @@ class OnGPU(torch.Tensor):
 
     def data_ptr(self):
         return self.numbers.data_ptr()
-
-    def record_stream(self, _stream):
-        pass
-
-    def is_pinned(self, *_):
-        return False
-
-    def __deepcopy__(self, memo):
-        copy = self.detach().clone().requires_grad_(self.requires_grad)
-        return torch.nn.Parameter(copy, self.requires_grad) if hasattr(self, "_is_param") else copy
-
-    def __reduce_ex__(self, protocol):
-        return torch.Tensor.to, (self.detach().cpu(), "cuda")
 
 
 class Everywhere(TorchDispatchMode):

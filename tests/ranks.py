@@ -221,34 +221,34 @@ def train_with_clocks_apart(output: Path) -> None:
 # ------------------------------------------------------------------------------- a rank that fails
 
 
+# place: (the function that fails, whose it is, on which rank, with what)
+FAILURES = {
+    "update": ("update", stapo, 1, ZeroDivisionError),
+    "writing": ("end_step", stapo.RunFolder, 0, ZeroDivisionError),
+    "input": ("load_reward", stapo, 1, stapo.InputError),
+}
+
+
 def fail_in(place: str, folder: Path) -> None:
     """stapo.py on two ranks, where leaving the process group waits forever, as NCCL's can.
 
-    The last rank fails in the second step: in the rollout or in an update; or rank 0
-    does, while it writes a file; or one rank alone has a flag that does not exist.
+    One rank fails in one of the places; or it alone has a flag that does not exist.
     """
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
-    name, owner, failing = {
-        "rollout": ("sample", stapo, 1),
-        "update": ("update", stapo, 1),
-        "writing": ("end_step", stapo.RunFolder, 0),
-        "input": ("load_reward", stapo, 1),
-        "flags": ("load_reward", stapo, 1),
-    }[place]
-    real, calls = getattr(owner, name), []
-
-    def failing_once(*args, **options):
-        calls.append(args)
-        if int(os.environ["RANK"]) == failing and len(calls) == (1 if place == "input" else 2):
-            kind = stapo.InputError if place == "input" else ZeroDivisionError
-            raise kind(f"a failure in the {place}")
-        return real(*args, **options)
-
+    own = int(os.environ["RANK"])
     flags = f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 4
         --mini_batch_size 2 --group_size 2 --max_new_tokens 8 --save_every 0
         --output {folder}/{place}"""
     if place == "flags":
-        flags += " --a_failure_in_the_flags 1" if int(os.environ["RANK"]) == failing else ""
+        flags += " --a_failure_in_the_flags 1" if own == 1 else ""
     else:
-        setattr(owner, name, failing_once)
+        name, owner, failing, kind = FAILURES[place]
+        real = getattr(owner, name)
+
+        def fail_on_one(*args, **options):
+            if own == failing:
+                raise kind(f"a failure in the {place}")
+            return real(*args, **options)
+
+        setattr(owner, name, fail_on_one)
     stapo.main(flags.split())

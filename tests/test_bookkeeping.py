@@ -14,7 +14,7 @@ import weakref
 import figures
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import FLAGS, ROOT, TINY, read_rows, run
 from test_distributed import lines
 
 import eval as evaluation
@@ -24,18 +24,6 @@ from support import bookkeeping, decoding, distributed, progress
 from support.bookkeeping import Stopped
 from support.errors import InputError, RewardError
 from support.seeds import mix_seed
-
-FLAGS = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 4
-    --mini_batch_size 2 --group_size 4 --max_new_tokens 40 --save_every 0"""
-
-
-def run(output, extra: str = "") -> None:
-    os.chdir(ROOT)
-    stapo.main(f"{FLAGS} --output {output} {extra}".split())
-
-
-def rows(file) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def refused(capsys, argv: str) -> str:
@@ -70,28 +58,23 @@ def test_the_directory_alone_is_enough_to_resume(finished, tmp_path, capsys):
     assert (config["method"], config["seed"], config["steps"]) == ("full-mask", 3, 3)
     run(tmp_path / "whole", "--method full-mask --seed 3 --steps 3")
     assert lines(output) == lines(tmp_path / "whole")
-    steps = [row["step"] for row in rows(output / "samples.jsonl")]
+    steps = [row["step"] for row in read_rows(output / "samples.jsonl")]
     assert steps == [1] * 8 + [2] * 8 + [3] * 2
-    whole = rows(tmp_path / "whole" / "samples.jsonl")
-    assert rows(output / "samples.jsonl") == whole[:18]
+    whole = read_rows(tmp_path / "whole" / "samples.jsonl")
+    assert read_rows(output / "samples.jsonl") == whole[:18]
 
 
 @pytest.mark.parametrize(
     "flags",
-    ["--method stapo", "--seed 7", "--tau_p 0.1", "--max_new_tokens 41", "--output elsewhere"],
+    ["--method stapo", "--seed 7", "--tau_p 0.1", "--output elsewhere", "--steps 1"],
 )
 def test_a_flag_that_differs_is_refused_by_name(finished, capsys, flags):
+    """Fewer steps than the run has done, too."""
     name, value = flags.split()
     held = (finished / "config.json").read_bytes(), (finished / "metrics.jsonl").read_bytes()
     message = refused(capsys, f"--resume {finished} {flags}")
     assert f"{name} {value}" in message and str(finished) in message
     assert held == tuple((finished / x).read_bytes() for x in ("config.json", "metrics.jsonl"))
-
-
-def test_an_arguments_file_may_repeat_the_flags(finished, tmp_path):
-    output = copied(finished, tmp_path / "run")
-    stapo.main(f"{FLAGS} --method full-mask --seed 3 --resume {output}".split())
-    assert len(lines(output)) == 2
 
 
 def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_path, capsys):
@@ -104,26 +87,11 @@ def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_pa
     assert "--resume" in refused(capsys, f"{FLAGS} --output {output}")
 
 
-def test_steps_after_the_checkpoint_are_done_again(finished, tmp_path):
-    """Rows of a step that was not saved, and a row that a crash tore, are cut off."""
-    output = copied(finished, tmp_path / "run")
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        row = rows(output / name)[-1] | {"step": 3}
-        with open(output / name, "a") as file:
-            file.write(json.dumps(row) + "\n" + json.dumps(row)[:20])
-    stapo.main(f"--resume {output} --steps 3".split())
-    assert [row["step"] for row in rows(output / "metrics.jsonl")] == [1, 2, 3]
-    assert [row["step"] for row in rows(output / "samples.jsonl")] == [1] * 8 + [2] * 8 + [3] * 8
-
-
 def test_samples_are_what_the_model_said(finished):
     answers = {p["problem"]: p["answer"] for p in load_problems(str(TINY / "test.jsonl"))}
-    for row in rows(finished / "samples.jsonl"):
+    for row in read_rows(finished / "samples.jsonl"):
         assert row["gold"] == answers[row["problem"]] and abs(row["reward"]) == 1
         assert row["advantage"] == 0 or (row["advantage"] > 0) == (row["reward"] > 0)
-    samples = rows(finished / "samples.jsonl")
-    assert len({row["problem"] for row in samples[:8]}) == 2  # two groups of four
-    for row in samples:
         assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
@@ -131,8 +99,12 @@ def test_samples_are_what_the_model_said(finished):
 
 
 @pytest.mark.parametrize("minutes, saved", [("1e-9", [2, 3]), ("60", [3])])
-def test_checkpoints_by_time(tmp_path, minutes, saved):
-    run(tmp_path / "run", f"--steps 3 --keep_last 2 --save_minutes {minutes}")
+def test_checkpoints_by_time(tmp_path, monkeypatch, minutes, saved):
+    """Of three steps; and --threads reaches torch."""
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    run(tmp_path / "run", f"--steps 3 --keep_last 2 --save_minutes {minutes} --threads 3")
+    assert threads[-1] == 3
     folders = bookkeeping.checkpoints(tmp_path / "run")
     assert [bookkeeping.step_of(folder) for folder in folders] == saved
 
@@ -165,24 +137,29 @@ def test_a_stop_ends_work_on_all_ranks_or_on_none(monkeypatch, here, elsewhere):
 
 
 @pytest.mark.parametrize(
-    "place, call, whole", [("sample", 2, 1), ("grade", 2, 1), ("update", 3, 2)]
+    "place, call, whole", [("sample", 1, 0), ("sample", 2, 1), ("grade", 2, 1)]
 )
 def test_a_stop_anywhere_in_a_step_loses_no_update(
-    finished, tmp_path, monkeypatch, place, call, whole
+    finished, tmp_path, monkeypatch, capsys, place, call, whole
 ):
-    """Step 2 is left while it is sampled or scored; once its updates have begun it is finished."""
-    output, real, calls = tmp_path / "run", getattr(stapo, place), []
+    """A step is left while it is sampled or scored: a rollout at once, not at its end.
+
+    Nothing is saved before the first step is whole, and the run says so.
+    """
+    output, real, calls, returned = tmp_path / "run", getattr(stapo, place), [], []
 
     def spied(*args, **options):
         calls.append(args)
         if len(calls) == call:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args, **options)
+        returned.append(real(*args, **options))
+        return returned[-1]
 
     monkeypatch.setattr(stapo, place, spied)
-    run(output, "--method full-mask --seed 3")
-    assert len(lines(output)) == whole
-    assert [folder.name for folder in bookkeeping.checkpoints(output)] == [f"step_00000{whole}"]
+    assert len(run(output, "--method full-mask --seed 3")) == whole
+    assert len(returned) == call - (place == "sample")
+    assert [folder.name for folder in bookkeeping.checkpoints(output)] == ["step_000001"] * whole
+    assert ("no step is whole yet" in capsys.readouterr().out) == (whole == 0)
     monkeypatch.undo()
     stapo.main(["--resume", str(output)])
     assert lines(output) == lines(finished)
@@ -204,33 +181,6 @@ def test_a_stop_lets_go_of_the_rollouts_cache_before_it_saves(finished, tmp_path
     monkeypatch.setattr(bookkeeping, "save_checkpoint", saving)
     run(tmp_path / "run")
     assert len(caches) == 2 and alive == [None, None]
-
-
-def test_fewer_steps_than_the_checkpoint_has_are_refused(finished, capsys):
-    held = (finished / "config.json").read_bytes()
-    assert "--steps 1" in refused(capsys, f"--resume {finished} --steps 1")
-    assert (finished / "config.json").read_bytes() == held
-
-
-def test_a_rollout_is_left_within_a_few_tokens(tmp_path, monkeypatch, capsys):
-    """Nothing is saved before the first step is whole, and the run says so."""
-    real, forwards = stapo.load_policy, []
-
-    def load(*args):
-        model = real(*args)
-
-        def count(*_):
-            forwards.append(1)
-            if len(forwards) == 12:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        model.register_forward_hook(count)
-        return model
-
-    monkeypatch.setattr(stapo, "load_policy", load)
-    run(tmp_path / "run")
-    assert len(forwards) <= 12 + 8 and not bookkeeping.checkpoints(tmp_path / "run")
-    assert "no step is whole yet" in capsys.readouterr().out
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
@@ -271,7 +221,7 @@ def evaluated(tmp_path_factory):
 
 def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_path, capsys):
     flags, whole = evaluated
-    log = rows(whole / "metrics.jsonl")
+    log = read_rows(whole / "metrics.jsonl")
     assert [line["step"] for line in log] == [0, 1, 1] and set(log[0]) == {"step", "eval"}
     score = log[2]["eval"]["six"]
     assert (score["problems"], score["samples"]) == (6, 2) and set(log[2]) == {"step", "eval"}
@@ -283,7 +233,12 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     assert f"{said}{score['standard_error']:.1f} (percent, after steps 0 and 1; ± is the " in (
         capsys.readouterr().out
     )
-    assert rows(whole / "metrics.jsonl") == log
+    assert read_rows(whole / "metrics.jsonl") == log
+    output = copied(whole, tmp_path / "first")  # the one before step 1 needs no checkpoint
+    shutil.rmtree(output / "checkpoints")
+    (output / "metrics.jsonl").write_text(json.dumps(log[0]) + "\n")
+    stapo.main(["--resume", str(output)])
+    assert lines(output) == lines(whole)
 
 
 @pytest.mark.parametrize("step, how", [(0, "stop"), (1, "error")])
@@ -304,7 +259,7 @@ def test_an_evaluation_that_was_cut_off_is_continued(evaluated, tmp_path, monkey
     monkeypatch.setattr(evaluation.rollout, "sample", sample)
     with contextlib.nullcontext() if how == "stop" else pytest.raises(ZeroDivisionError):
         run(output, flags)
-    kept = len(rows(output / "evaluations" / f"step_00000{step}.jsonl"))
+    kept = len(read_rows(output / "evaluations" / f"step_00000{step}.jsonl"))
     assert 5 <= kept < 12 and kept == len(seen) - 12 * step
     assert len(lines(output)) == 2 * step if (output / "metrics.jsonl").exists() else step == 0
     with pytest.raises(SystemExit, match="holds a run: continue it with --resume"):
@@ -316,28 +271,26 @@ def test_an_evaluation_that_was_cut_off_is_continued(evaluated, tmp_path, monkey
         assert texts[0] == texts[1]
 
 
-def test_the_evaluation_before_step_1_needs_no_checkpoint(evaluated, tmp_path):
-    output = copied(evaluated[1], tmp_path / "run")
-    shutil.rmtree(output / "checkpoints")
-    first = rows(output / "metrics.jsonl")[0]
-    (output / "metrics.jsonl").write_text(json.dumps(first) + "\n")
-    stapo.main(["--resume", str(output)])
-    assert lines(output) == lines(evaluated[1])
+def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path):
+    """Its weights are made again, too: on a GPU these may differ in rounding.
 
-
-def test_evaluations_after_the_checkpoint_are_made_again(evaluated, tmp_path):
-    """Their weights are made again, too: on a GPU these may differ in rounding."""
-    output = copied(evaluated[1], tmp_path / "run")
-    made = rows(output / "evaluations" / "step_000001.jsonl")
+    What a crash tore is cut off, and the flags of the run may be repeated.
+    """
+    flags, whole = evaluated
+    output = copied(whole, tmp_path / "run")
+    made = read_rows(output / "evaluations" / "step_000001.jsonl")
     stale = "".join(json.dumps(row | {"response": "stale"}) + "\n" for row in made)
     for name in ("step_000002.jsonl", "step_000002.rank1.jsonl"):
         (output / "evaluations" / name).write_text(stale)
-    with open(output / "metrics.jsonl", "a") as log:
-        log.write(json.dumps({"step": 2, "accuracy": 0.5}) + "\n")
-        log.write(json.dumps({"step": 2, "eval": {}}) + "\n")
-    stapo.main(["--resume", str(output), "--steps", "2"])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(output / name, "a") as file:
+            file.writelines(json.dumps({"step": 2, **row}) + "\n" for row in ({"eval": {}}, {}))
+            file.write('{"step": 1, "acc')
+    stapo.main(f"{FLAGS} {flags} --resume {output} --steps 2".split())
     assert [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
-    made = rows(output / "evaluations" / "step_000002.jsonl")
+    steps = [row["step"] for row in read_rows(output / "samples.jsonl")]
+    assert steps == [1] * 8 + [2] * 8
+    made = read_rows(output / "evaluations" / "step_000002.jsonl")
     assert len(made) == 12 and "stale" not in [row["response"] for row in made]
     names = {path.name for path in (output / "evaluations").iterdir()}
     assert names == {f"step_00000{step}.jsonl" for step in range(3)}
@@ -381,12 +334,12 @@ def own(tmp_path):
 
 def test_a_reward_of_the_users_own_gets_the_row(own):
     run(own / "run", f"--data {own}/problems.jsonl --reward {own}/own.py:length --log_samples 16")
-    samples = rows(own / "run" / "samples.jsonl")
+    samples = read_rows(own / "run" / "samples.jsonl")
     for row in samples:
         scale = 10 * int(row["problem"][3:-4])
         assert row["reward"] == pytest.approx(len(row["response"]) / scale) and row["gold"] == ""
     assert len({row["reward"] for row in samples}) > 4
-    line = rows(own / "run" / "metrics.jsonl")[0]
+    line = read_rows(own / "run" / "metrics.jsonl")[0]
     first = [row["reward"] for row in samples if row["step"] == 1]
     assert line["reward"] == pytest.approx(sum(first) / 16)
 
@@ -474,14 +427,12 @@ def test_a_model_without_layers_cannot_be_sharded():
 # ------------------------------------------------------------------------------------- progress
 
 
-def test_a_log_has_a_line_a_step_and_a_line_a_minute(finished, tmp_path, monkeypatch, capsys):
+def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, capsys):
     """No bar, no carriage return: of two steps, two lines; of a phase of 150 s, two."""
     run(tmp_path / "run")
-    said = capsys.readouterr().err.splitlines(keepends=True)
-    assert [line.split(":")[0] for line in said] == ["step 1 of 2", "step 2 of 2"]
-    row = rows(tmp_path / "run" / "metrics.jsonl")[0]
-    text = f"accuracy {row['accuracy']:.1%}, length {row['response_length']:.1f}, entropy "
-    assert text in said[0] and said[0].endswith(" s\n") and "silenced" in said[0]
+    said, err = capsys.readouterr()
+    assert [line.split(":")[0] for line in err.split("\n")] == ["step 1 of 2", "step 2 of 2", ""]
+    assert "\r" not in err and "--- step 1, " in said  # a response for the reader
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     for _ in progress.track(list(range(15)), "scoring"):
@@ -515,13 +466,6 @@ def test_figures_compare_runs_by_the_flags_that_resuming_keeps():
     assert figures.INCIDENTAL == bookkeeping.CHANGEABLE | {"seed", "output", "resume"}
 
 
-def test_threads_is_a_flag(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    run(tmp_path / "run", "--steps 1 --threads 3")
-    assert asked[-1] == 3
-
-
 def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
     loaded, load = [], stapo.load_policy
     monkeypatch.setattr(stapo, "load_policy", lambda *a: (loaded.append(a), load(*a))[1])
@@ -529,7 +473,7 @@ def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
     assert len(loaded) == 1
     run(tmp_path / "some", "--method grpo --beta 1e-9 --steps 1")
     assert len(loaded) == 3
-    one, other = (rows(tmp_path / name / "metrics.jsonl")[0] for name in ("none", "some"))
+    one, other = (read_rows(tmp_path / name / "metrics.jsonl")[0] for name in ("none", "some"))
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
     assert math.isfinite(one["loss"])
 
@@ -541,15 +485,10 @@ def test_the_end_of_a_run_compares_like_with_like_and_names_what_is_missing(caps
         score = {"mean": mean, "standard_error": 2.0, "problems": problems, "samples": 4}
         return {"step": step, "eval": {"t": score}}
 
-    steps = [
-        {"step": step, "accuracy": 0.5, "response_length": 9.0, "silenced": 1, "tokens": 9}
-        for step in (1, 2)
-    ]
+    numbers = {"accuracy": 0.5, "response_length": 9.0, "silenced": 1, "tokens": 9}
+    steps = [{"step": step} | numbers for step in (1, 2)]
     lines = [evaluation(0, 10.0, 256), steps[0], evaluation(1, 40.0, 64), steps[1]]
     progress.Steps(2, 0, "stapo").close(lines, "RUN", True, unevaluated=True)
     said = capsys.readouterr().out
     assert "t: 40.0 ± 2.0 (percent, after step 1" in said and "10.0" not in said
     assert "the evaluation after step 2 is not whole; continue with:" in said
-    progress.Steps(2, 0, "stapo").close([*lines, evaluation(2, 50.0, 64)], "RUN", True, False)
-    said = capsys.readouterr().out
-    assert "t: 40.0 -> 50.0 ± 2.0" in said and "not whole" not in said

@@ -15,7 +15,7 @@ from reference import drawn
 
 import stapo
 from reward import load_reward
-from stapo import quantile, spurious_mask, stapo_loss
+from stapo import stapo_loss
 from support import distributed
 
 
@@ -184,17 +184,6 @@ def test_micro_batches_of_one_response_are_another_objective(capsys):
     tensors = names["tensors"]
     silenced = [int(stapo_loss(*(t[i : i + 1] for t in tensors))[1]["silenced"]) for i in range(3)]
     assert (int(stapo_loss(*tensors)[1]["silenced"]), silenced) == (3, [1, 1, 0])
-
-
-def test_tau_h_is_a_candidates_own_entropy_for_1_5_9_candidates():
-    """Why the page says to hand on the mask: rounding would decide about that candidate."""
-    for count in range(1, 14):
-        logp, entropy = torch.full((1, count), -9.0), torch.rand(1, count)
-        mask = torch.ones(1, count, dtype=torch.bool)
-        tau_h = quantile(entropy[0], 0.75)
-        assert bool((entropy == tau_h).any()) == (count % 4 == 1)
-        silenced = spurious_mask(logp, torch.ones(1), entropy, mask).sum()
-        assert silenced == {1: 0, 2: 1, 4: 3, 8: 6}.get(count, silenced)
 
 
 @needs("verl")

@@ -10,7 +10,7 @@ from conftest import ROOT
 import rollout
 import stapo
 from support import dumps
-from support.dumps import RightResponses, make_dump, rows_to_show
+from support.dumps import make_dump, rows_to_show
 
 FLAGS = "@tests/tiny/args --steps 1 --batch_size 12 --mini_batch_size 12 --group_size 4 --lr 0"
 FLAGS += " --max_new_tokens 40 --dump_every 1 --tau_p 0.5"
@@ -24,30 +24,32 @@ def run(output, monkeypatch) -> tuple[dict, dict]:
     return json.loads((output / "metrics.jsonl").read_text()), json.loads(dump)
 
 
-def make_responses(*rows: tuple[int, tuple]) -> RightResponses:
-    """A row for each (length, silenced places); a prompt of one token stands before it."""
+def make_responses(*rows: tuple[int, tuple]) -> dict:
+    """A row for each (length, silenced places), behind a prompt of one token; make_dump's words."""
     width = 1 + max((length for length, _ in rows), default=0)
     g = torch.Generator().manual_seed(0)
     p, entropy, collision = torch.rand(3, len(rows), width, generator=g)
-    lengths = torch.tensor([length for length, _ in rows]).view(-1, 1)
+    lengths = torch.tensor([length for length, _ in rows], dtype=torch.long)
     silenced = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, (_, places) in enumerate(rows):
         silenced[row, [1 + place for place in places]] = True
-    return RightResponses(
+    batch = stapo.Batch(
         ids=torch.randint(0, 100, (len(rows), width), generator=g),
-        mask=(torch.arange(width) >= 1) & (torch.arange(width) <= lengths),
+        mask=(torch.arange(width) >= 1) & (torch.arange(width) <= lengths[:, None]),
+        lengths=1 + lengths,
+        old=rollout.TokenStats(p.log(), entropy, collision),
+        ref_logp=None,
+        rewards=torch.ones(len(rows)),
         advantages=torch.full((len(rows),), 1.5),
-        silenced=silenced,
-        p=p,
-        entropy=entropy,
-        collision=collision,
-        tau_h=0.3 + torch.arange(len(rows), dtype=torch.float64) / 777,
-        problems=["?"] * len(rows),
-        answers=["1"] * len(rows),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        seeds=lengths,
     )
+    tau_h = 0.3 + torch.arange(len(rows), dtype=torch.float64) / 777
+    samples = [{"problem": "?", "gold": "1"}] * len(rows)
+    return {"batch": batch, "samples": samples, "silenced": silenced, "tau_h": tau_h}
 
 
-def dump_of(responses: RightResponses, decode=str, **more) -> dict:
+def dump_of(responses: dict, decode=str) -> dict:
     """A dump in which the likeliest words are numbers; `calls` counts the forwards."""
     calls = []
 
@@ -55,8 +57,8 @@ def dump_of(responses: RightResponses, decode=str, **more) -> dict:
         calls.append((ids.tolist(), count))
         return torch.full((count, 5), 1 / 7), torch.arange(count * 5).view(count, 5)
 
-    options = {"step": 1, "method": "stapo", "tau_p": 0.2, "all_tokens": 10**6, "seed": 0}
-    dump = make_dump(responses, **options | more, decode=decode, likeliest=likeliest)
+    options = {"step": 1, "method": "stapo", "tau_p": 0.2, "seed": 0}
+    dump = make_dump(**responses, **options, decode=decode, likeliest=likeliest)
     return dump | {"calls": calls}
 
 
@@ -132,34 +134,34 @@ def test_likeliest_in_chunks_is_a_softmax_of_plain_logits(random_model, monkeypa
 )
 def test_a_long_response_is_cut_around_its_first_silenced_token(length, silenced, shown):
     responses = make_responses((length, silenced))
-    dump = dump_of(responses)
+    dump, batch = dump_of(responses), responses["batch"]
     found = dump["responses"][0]
     here = slice(1 + shown[0], 1 + shown[1])  # behind the prompt's token
-    (ids,) = responses.ids.tolist()
+    (ids,) = batch.ids.tolist()
     assert dump["calls"] == [(ids[: here.stop], shown[1] - shown[0])]
     assert (found["start"], found["length"]) == (shown[0], length)
     assert found["token"] == [str([i]) for i in ids[here]]
-    assert found["p"] == pytest.approx(responses.p[0, here].tolist(), rel=1e-5)
+    assert found["p"] == pytest.approx(batch.old.logp[0, here].exp().tolist(), rel=1e-5)
     assert [shown[0] + t for t, s in enumerate(found["silenced"]) if s] == [
         t for t in silenced if t in range(*shown)
     ]
-    assert found["likeliest"][2][4][0] == "[14]"
+    assert found["likeliest"][2][4][0] == "[14]" and dump_of(responses) == dump
 
 
 def test_responses_with_silenced_tokens_are_chosen_first_over_all_ranks(monkeypatch):
     """Three ranks, played one after the other: first to see what each brings, then to decide."""
-    brought, chosen = [], []
+    brought, chosen, right = [], [], torch.ones(13, 4, dtype=torch.bool)
     silenced = torch.zeros(3, 13, 4, dtype=torch.bool)  # of each rank: 13 responses
     for row in range(13):
         silenced[row % 3, row, row % 4] = row % 5 > 0  # ten are marked
     for r in range(3):
         monkeypatch.setattr(dumps, "rank", lambda r=r: r)
         monkeypatch.setattr(dumps, "all_list", lambda mine: brought.append(mine) or [])
-        rows_to_show(silenced[r], torch.Generator().manual_seed(r))
+        rows_to_show(right, silenced[r], torch.Generator().manual_seed(r))
     for r in range(3):
         monkeypatch.setattr(dumps, "rank", lambda r=r: r)
         monkeypatch.setattr(dumps, "all_list", lambda mine: brought)
-        chosen.append(rows_to_show(silenced[r], torch.Generator().manual_seed(r)))
+        chosen.append(rows_to_show(right, silenced[r], torch.Generator().manual_seed(r)))
     assert silenced.any(2).sum() == 10 and sum(map(len, chosen)) == dumps.RESPONSES
     assert sum(int(silenced[r, i].any()) for r in range(3) for i in chosen[r]) == 10
     assert all(len(set(rows)) == len(rows) for rows in chosen)
@@ -175,10 +177,9 @@ def test_a_rank_without_responses_keeps_in_step(monkeypatch):
 def test_the_largest_dump_is_as_large_as_the_docstring_says():
     """Words of eight characters. A tau_h that is none becomes null, as JSON has no infinity."""
     responses = make_responses(*((2_000, (i,)) for i in range(40)))
+    responses["tau_h"][::2] = -math.inf
     dump = dump_of(responses, decode=lambda ids: " because")
     assert (len(dump["tokens"]), len(dump["responses"])) == (20_000, 20)
     assert 6.5e6 < len(json.dumps(dump | {"calls": 0})) < 7.5e6
-    assert dump_of(responses, decode=lambda ids: " because") == dump
-    none = torch.tensor([-math.inf], dtype=torch.float64)
-    other = dump_of(make_responses((9, ()))._replace(tau_h=none))
-    assert other["tokens"][0]["tau_h"] is other["responses"][0]["tau_h"] is None
+    for key in ("tokens", "responses"):
+        assert None in {entry["tau_h"] for entry in dump[key]}

@@ -120,9 +120,7 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path):
         ("STAPO, tau_p 0.01", 1): [0.5, 0.5, 0.5, 1],
         ("JustRL", 1): [0.4, 0.4, 0.4, 1],
     }
-    for colour in ("#D55E00", "#0072B2"):
-        check_png(tmp_path / "out" / "training.png", colour)
-    check_png(tmp_path / "out" / "quantiles.png", "#0072B2")
+    check_png(tmp_path / "out" / "training.png", "#0072B2")
     assert not (tmp_path / "out" / "evaluation.png").exists()
 
 
@@ -140,10 +138,18 @@ def test_smoothing_is_the_mean_of_the_last_values_and_spares_evaluations(tmp_pat
 
 
 def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
-    """Each token has its own mini-batch's tau_h; where there is none, the mean of the others'."""
+    """Each token has its own mini-batch's tau_h; where there is none, the mean of the others'.
+
+    So has each response of the page. The second dump misses tokens.
+    """
     dumps = [make_dump(10, [0.7, None, 0.9]), make_dump(20, [0.6])]
-    run = write_run(tmp_path / "run", [metrics(1, 0.5)], dumps)
+    written = [dumps[0], dumps[1] | {"positive_tokens": 5000}]
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)], written)
     figures.main([str(run)])
+    page = (run / "figures" / "responses.html").read_text("utf-8")
+    said = [("τ_h", "0.6"), ("τ_h", "0.7"), ("mean τ_h", "0.8")]
+    assert re.findall(r"below (.*τ_h) = (\S+)", page) == said
+    assert re.findall(r'class="(\w+)" tabindex', page) == ["choosing", "choosing", "sure"]
     for row in dumps[0]["tokens"]:
         row["tau_h"] = row["tau_h"] or 0.8
     rows = read_csv(run / "figures" / "quadrants.csv")
@@ -166,7 +172,8 @@ def test_quadrants_equal_a_loop_over_weighted_tokens(tmp_path, capsys):
             assert float(row["silenced"]) == silenced
     count = brute_force(dumps, [None, None])["low p, low H"][0]
     share = count / sum(dump["positive_tokens"] for dump in dumps)
-    printed = capsys.readouterr().out
+    printed, warned = capsys.readouterr()
+    assert warned.count("weights do not add up") == 1 and "step_000020.json: the weights" in warned
     assert f"| low p, low H | {count} | **{100 * share:.3g} %** |" in printed
     assert printed.count("**") == 4 and "the τ_h of its mini-batch, 0.6 to 0.9 nats" in printed
     points = read_csv(run / "figures" / "gradients.csv")
@@ -210,15 +217,6 @@ def test_thinning_keeps_every_rare_token(tmp_path, undrawn, monkeypatch):
     assert sum(float(row["tokens"]) for row in rows if row["step"] == "all") == 900
 
 
-def test_the_page_splits_by_the_same_thresholds_as_the_quadrants(tmp_path, undrawn):
-    """A response's own tau_h; without one the mean of the others, or the 0.8-quantile."""
-    run = write_run(tmp_path / "run", [metrics(1, 0.5)], [make_dump(10, [0.7, None, 0.9])])
-    figures.main([str(run)])
-    text = (run / "figures" / "responses.html").read_text("utf-8")
-    assert re.findall(r"below (.*τ_h) = (\S+)", text) == [("τ_h", "0.7"), ("mean τ_h", "0.8")]
-    assert re.findall(r'class="(\w+)" tabindex', text) == ["choosing", "sure"]
-
-
 def test_frequent_tokens_add_up_over_dumps(tmp_path):
     run = write_run(tmp_path / "run", [metrics(1, 0.5)], [make_dump(s, [0.8]) for s in (10, 20)])
     figures.main([str(run)])
@@ -229,94 +227,54 @@ def test_frequent_tokens_add_up_over_dumps(tmp_path):
     assert found["spurious"] == awkward | {" Wait": silenced} and silenced > 100
     assert found["exploratory"] == {" Wait": len(rare) - silenced}
     assert list(found["spurious"])[:2] == AWKWARD[:-3:-1]  # the most frequent first
-    check_png(run / "figures" / "tokens.png", "#D55E00")
     check_png(run / "figures" / "tokens.png", "#0072B2")
 
 
-def test_a_torn_last_line_is_skipped_aloud_and_missing_dumps_name_the_flag(
-    tmp_path, undrawn, capsys
-):
-    run = write_run(tmp_path / "run", [metrics(1, 0.5)])
-    with open(run / "metrics.jsonl", "a") as log:
-        log.write('{"step": 2, "accu')
+def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, undrawn, capsys):
+    """After the evaluation before step 1, and again amid the writing of the third step's line."""
+    first = {"step": 0, "eval": {"aime24": {"mean": 10.0}}}
+    run = write_run(tmp_path / "run", [first])
+    figures.main([str(run)])
+    assert [path.name for path in (run / "figures").iterdir()] == ["evaluation.csv"]
+    rows = [first, metrics(1, 0.4), metrics(2, 0.5), {"step": 2, "eval": {"aime24": {"mean": 20}}}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "metrics.jsonl").write_text(text + '{"step": 3, "accu')
     figures.main([str(run)])
     output = capsys.readouterr()
-    assert "the last line (2) is torn" in output.err and "--dump_every" in output.out
-    assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1"}
+    assert "the last line (5) is torn" in output.err and "--dump_every" in output.out
+    assert [row["step"] for row in read_csv(run / "figures" / "evaluation.csv")] == ["0", "2"]
+    assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1", "2"}
     assert not (run / "figures" / "quadrants.md").exists()
-
-
-def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, undrawn, monkeypatch, capsys):
-    """stapo.py itself, looked at before its first step, between two steps and amid a line."""
-    stapo, run = pytest.importorskip("stapo"), tmp_path / "run"
-    seen, collect, append = [], stapo.collect, stapo.RunFolder.append
-
-    def look() -> dict[str, list[str]]:
-        figures.main([str(run)])
-        tables = {path.stem: read_csv(path) for path in (run / "figures").glob("*.csv")}
-        return {stem: [row["step"] for row in rows] for stem, rows in tables.items()}
-
-    def collected(*args):
-        seen.append(look())
-        return collect(*args)
-
-    def appended(self, name, rows):
-        with open(run / name, "a") as file:  # the file as it is while a line is being written
-            file.write(json.dumps(rows[0])[:50])
-        if name == "metrics.jsonl" and len(seen) == 2 and "accuracy" in rows[0]:
-            look()
-        text = (run / name).read_text("utf-8")
-        (run / name).write_text(text[: text.rfind("\n") + 1], "utf-8")
-        append(self, name, rows)
-
-    monkeypatch.setattr(stapo, "collect", collected)
-    monkeypatch.setattr(stapo.RunFolder, "append", appended)
-    monkeypatch.chdir(ROOT)
-    flags = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 8
-        --mini_batch_size 4 --group_size 8 --dump_every 1 --save_every 0 --eval_every 1
-        --eval_benchmarks tests/tiny/test.jsonl --eval_limit 2 --eval_samples 1""".split()
-    stapo.main([*flags, "--output", str(run)])
-    assert seen[0] == {"evaluation": ["0"]}
-    assert seen[1]["evaluation"] == ["0", "1"] and set(seen[1]["training"]) == {"1"}
-    assert "is torn and skipped" in capsys.readouterr().err
-    assert (run / "figures" / "responses.html").exists()
-
-
-def test_weights_that_miss_tokens_are_told(tmp_path, capsys):
-    dump = make_dump(10, [0.8])
-    for positive_tokens, told in ((dump["positive_tokens"], False), (5000, True)):
-        dump["positive_tokens"] = positive_tokens
-        figures.read_dump(write_run(tmp_path / str(told), [], [dump]) / "dumps/step_000010.json")
-        assert ("weights do not add up" in capsys.readouterr().err) == told
 
 
 def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
     def error(*argv) -> str:
         with pytest.raises(SystemExit) as caught:
             figures.main([*map(str, argv)])
-        text = str(caught.value)
-        assert text.startswith("figures.py: ") and "\n" not in text
-        return text
+        message = str(caught.value)
+        assert message.startswith("figures.py: ") and "\n" not in message
+        return message
 
-    good = write_run(tmp_path / "good", [metrics(1, 0.5)])
-    assert "no run directory" in error(tmp_path) and str(tmp_path) in error(tmp_path)
-    assert "nowhere" in error(good, tmp_path / "nowhere")
-    assert "holds no step" in error(write_run(tmp_path / "empty", []))
-    (tmp_path / "empty" / "metrics.jsonl").unlink()
-    assert "wait for the first" in error(tmp_path / "empty")
-    assert "--smooth 0" in error(good, "--smooth", 0)
-    assert str(good / "config.json") in error(good, "--output", good / "config.json")
-    torn = write_run(tmp_path / "torn", [metrics(1, 0.5)])
-    (torn / "metrics.jsonl").write_text('{"step": 1, "acc\n{"step": 2, "accuracy": 0.5}\n')
-    assert "line 1" in error(torn)
-    for change in ({"tokens": [{"p": 0.1}]}, {"responses": [{}]}, {"tokens": 5}):
-        broken = write_run(tmp_path / f"d{len(list(tmp_path.iterdir()))}", [metrics(1, 0.5)])
-        (broken / "dumps" / "step_000010.json").write_text(
-            json.dumps(make_dump(10, [None]) | change)
-        )
-        assert "step_000010.json" in error(broken)
-    (broken / "dumps" / "step_000010.json").write_text('{"step": 1')
-    assert "torn" in error(broken)
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)])
+    assert "nowhere" in error(run, tmp_path / "nowhere")
+    assert "--smooth 0" in error(run, "--smooth", 0)
+    assert str(run / "config.json") in error(run, "--output", run / "config.json")
+    (run / "metrics.jsonl").unlink()
+    assert "wait for the first" in error(run)
+    other = json.dumps(make_dump(10, [None]) | {"responses": [{}]})
+    spoiled = [
+        ("config.json", "[]", "no run directory"),
+        ("metrics.jsonl", "", "holds no step"),
+        ("metrics.jsonl", '{"step": 1, "acc\n{"step": 2, "accuracy": 0.5}\n', "line 1"),
+        ("dumps/step_000010.json", '{"step": 1', "torn"),
+        ("dumps/step_000010.json", other, "no dump"),
+    ]
+    for number, (file, text, said) in enumerate(spoiled):
+        run = write_run(tmp_path / str(number), [metrics(1, 0.5)])
+        (run / file).write_text(text)
+        message = error(run)
+        assert said in message and str(run) in message
+        assert file in message or file == "config.json"  # then the directory is no run's
 
 
 def test_figures_imports_nothing_of_the_project():

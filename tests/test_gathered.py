@@ -19,8 +19,8 @@ def fused_norms(model) -> int:
     return sum(type(module) is torch.nn.RMSNorm for module in model.modules())
 
 
-def worker(folder: Path) -> None:
-    """Writes what rollouts from a sharded model look like, and a gradient after each."""
+def worker() -> None:
+    """Rollouts from a sharded model, and a gradient after each; the errors are this process's."""
     if "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     distributed.start()
@@ -32,7 +32,6 @@ def worker(folder: Path) -> None:
     mask = torch.ones_like(ids, dtype=torch.bool)
     # ragged: ranks that gathered anew at each token would wait for each other
     prompts = [[20, 21 + i] for i in range(6 + distributed.rank())]
-    found = {"same_samples": [], "sharded": [], "gradients": []}
     for _ in range(2):  # before the first update and after one
         for fails in (True, False):
             with contextlib.suppress(InterruptedError), distributed.gathered(model) as policy:
@@ -42,33 +41,27 @@ def worker(folder: Path) -> None:
                 ours, theirs = (
                     rollout.sample(m, tokenizer, prompts, **options) for m in (policy, plain)
                 )
+                assert [r.ids for r in ours] == [r.ids for r in theirs]
                 if fails:
                     raise InterruptedError
-            found["sharded"].append(all(hasattr(p, "to_local") for p in model.parameters()))
-        found["same_samples"].append([r.ids for r in ours] == [r.ids for r in theirs])
+            assert all(hasattr(p, "to_local") for p in model.parameters())  # shards again
         model.zero_grad()
         model.token_stats(ids, mask, mask)[0].sum().backward()
-        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         plain.zero_grad()
         for rank in range(distributed.world_size()):
             row = torch.arange(20, 60).view(2, 20) + rank
             logp = rollout.token_stats(plain, row, mask, mask)[0]
             (logp.sum() / distributed.world_size()).backward()
-        expected = {name: p.grad for name, p in plain.named_parameters()}
-        errors = [(gradients[n] - e).abs().max() / e.abs().max() for n, e in expected.items()]
-        found["gradients"].append(float(max(errors)))
+        for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            error = (p.grad.full_tensor() - expected.grad).abs().max()
+            assert error < 1e-5 * expected.grad.abs().max()
         with torch.no_grad():  # the twin of the next round has to see this
             for parameter in (*model.parameters(), *plain.parameters()):
                 parameter.mul_(1.25)
-    torch.save(found, folder / f"rank{distributed.rank()}.pt")
     distributed.finish()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_samples_and_gradients_are_those_of_a_whole_model(ranks, tmp_path):
-    assert launch(worker, ranks, tmp_path / "log", tmp_path) == [0] * ranks
-    for rank in range(ranks):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
-        assert found["same_samples"] == [True, True]
-        assert found["sharded"] == [True] * 4  # also after what a stop raises
-        assert max(found["gradients"]) < 1e-5
+    codes = launch(worker, ranks, tmp_path / "log")
+    assert codes == [0] * ranks, (tmp_path / "log.0").read_text()[-3000:]

@@ -213,8 +213,11 @@ def test_3_2_rewarding_an_unlikely_token_raises_the_entropy(sampled):
 # ------------------------------------------------------------------------------ Sec. 3.3: the mask
 
 
-@pytest.mark.parametrize(("candidates", "silenced"), [(0, 0), (1, 0), (2, 1), (4, 3), (8, 6)])
+@pytest.mark.parametrize(
+    ("candidates", "silenced"), [(0, 0), (1, 0), (2, 1), (4, 3), (5, 3), (7, 5), (8, 6), (9, 6)]
+)
 def test_3_3_three_quarters_of_the_candidates_are_silenced(candidates, silenced):
+    """With 1, 5, 9, ... of them tau_h is one's own entropy, which a rounding apart would decide."""
     logp = torch.full((2, 10), math.log(0.5))
     logp[0, :candidates] = math.log(0.001)
     logp[1] = math.log(0.001)  # a wrong response has no candidates
@@ -222,6 +225,8 @@ def test_3_3_three_quarters_of_the_candidates_are_silenced(candidates, silenced)
     mask = torch.ones(2, 10, dtype=torch.bool)
     found = spurious_mask(logp, torch.tensor([1.0, -1.0]), entropy, mask)
     assert found.sum() == silenced and found.dtype == torch.bool and not found[1].any()
+    tau_h = stapo.quantile(entropy[0, :candidates], 0.75)
+    assert bool((entropy[0, :candidates] == tau_h).any()) == (candidates % 4 == 1)
     if silenced:  # the lowest entropies go
         assert entropy[found].max() < entropy[0, :candidates][~found[0, :candidates]].min()
 
@@ -266,6 +271,22 @@ def replay_update(model, reference, optimizer, responses, rewards, old_logp, cfg
     return sums | {"grad_norm": norm}
 
 
+def rollout_line(old_logp, entropy, rewards, tau_p):
+    """What a step's metrics say of its responses under pi_old, four to a prompt."""
+    groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
+    right = torch.cat([logp for logp, reward in zip(old_logp, rewards) if reward > 0])
+    return {
+        "tokens": len(entropy),
+        "response_length": len(entropy) / len(rewards),
+        "entropy": float(entropy.mean()),
+        "entropy_p80": float(entropy.quantile(0.8)),
+        "low_prob_fraction": float((right.exp() < tau_p).double().mean()),
+        "accuracy": rewards.count(1) / len(rewards),
+        "reward": statistics.mean(rewards),
+        "zero_advantage_fraction": sum(len(set(g)) == 1 for g in groups) / len(groups),
+    }
+
+
 def replay(collected, cfg):
     """The weights and metrics that the paper's algorithm gives on the responses of a run."""
     model, reference = (AutoModelForCausalLM.from_pretrained(TINY) for _ in range(2))
@@ -273,7 +294,7 @@ def replay(collected, cfg):
     lines = []
     for step, (responses, rewards) in enumerate(collected, start=1):
         with torch.no_grad():
-            old_logp = [row_stats(model, response)[0] for response in responses]
+            old_logp, entropy, _ = zip(*(row_stats(model, response) for response in responses))
         lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / cfg.warmup_steps)
         updates = []
         for start in range(0, len(responses), 16):  # 4 prompts of 4 responses
@@ -281,8 +302,9 @@ def replay(collected, cfg):
             rows = responses[part], rewards[part], old_logp[part]
             updates.append(replay_update(model, reference, optimizer, *rows, cfg))
         total = {key: sum(update[key] for update in updates) for key in updates[0]}
-        tokens = sum(len(response.ids) for response in responses)
-        line = {"tokens": tokens, "candidates": total["candidates"], "silenced": total["silenced"]}
+        line = rollout_line(old_logp, torch.cat(entropy), rewards, cfg.tau_p)
+        tokens = line["tokens"]
+        line |= {"candidates": total["candidates"], "silenced": total["silenced"]}
         line |= {"silenced_fraction": total["silenced"] / tokens, "lr": lr}
         line |= {key: total[key] / total["tokens"] for key in ("clip_low", "clip_high")}
         line |= {"ratio_mean": total["ratio_sum"] / total["tokens"]}
@@ -326,6 +348,7 @@ def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, 
     saved = tmp_path / "checkpoints" / "step_000003"
     rollout.load_tokenizer(str(saved))
     start, end = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (TINY, saved))
+    assert all(weight.dtype == torch.float32 for weight in end.values())
     moved = torch.cat([(end[k] - start[k]).flatten() for k in start])
     apart = torch.cat([(end[k] - v).flatten() for k, v in model.state_dict().items()])
     assert float(apart.norm() / moved.norm()) < 0.02 and float(moved.norm()) > 0.5

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).parent.parent
 REAL = torch.cuda.is_available()
@@ -34,13 +33,13 @@ with distributed.session("waits"):  # of a micro-batch
     lengths = attention.sum(1)
     ones = torch.ones(2)
     old = rollout.response_stats(model, ids, mask, lengths, 100)
-    batch = stapo.Batch(ids, mask, lengths, old, None, ones, ones, ones > 1, lengths)
+    batch = stapo.Batch(ids, mask, lengths, old, old.logp, ones, ones, ones > 1, lengths)
     waits = lambda: getattr(torch.cuda, "waits", 0)  # a real GPU does not count them
-    for _ in "12":  # the first makes what stays
+    for method in ("grpo", "stapo"):  # the first makes what stays
         before = waits()
         micro = batch.rows(torch.tensor([0, 1]))
         logp = rollout.batch_stats(model, micro.ids, micro.mask, logp_only=True).logp
-        stapo.objective(micro, micro.mask, logp, 1.0, stapo.Config())[0].backward()
+        stapo.objective(micro, micro.mask, logp, 1.0, stapo.Config(method=method))[0].backward()
     # transformers waits once: it looks for rows that are packed
     assert waits() - before <= 1, waits() - before
 for line in FLAGS.strip().splitlines():
@@ -65,25 +64,8 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def qwen2(tmp_path):
-    """A family whose configuration has no head_dim."""
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests" / "tiny")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tokenizer)}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    folder = tmp_path / "qwen2"
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **ids, bos_token_id=None)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-METHODS = ("grpo", "random")
-
-
-def test_everything_runs_on_cuda(tmp_path, qwen2):
-    """A run that is resumed, evaluated with a verifier; two more methods on the other family."""
+def test_everything_runs_on_cuda(tmp_path):
+    """A run that is resumed, and evaluated with a verifier."""
     (tmp_path / "own.py").write_text(
         "def letters(response, row):\n    return sum(map(ord, response))\n"
     )
@@ -93,14 +75,12 @@ def test_everything_runs_on_cuda(tmp_path, qwen2):
     train += (
         " --eval_every 2 --eval_benchmarks tests/tiny/test.jsonl --eval_limit 2 --eval_samples 1"
     )
-    judge = f"--verifier {qwen2} --limit 1 --samples 2 --instruction= --max_new_tokens 6"
-    other = f"stapo {common} --model {qwen2} --steps 1 --save_every 0 --output {tmp_path}"
+    judge = "--verifier tests/tiny --limit 1 --samples 2 --instruction= --max_new_tokens 6"
     lines = [
         f"{train} --steps 1",
         f"stapo --steps 2 --resume {output}",
         f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {judge} "
         f"--output {tmp_path}/eval",
-        *(f"{other}/{method} --method {method}" for method in METHODS),
     ]
     run("\n".join(lines), tmp_path)
     lines = metrics(output)
@@ -112,12 +92,10 @@ def test_everything_runs_on_cuda(tmp_path, qwen2):
     ]
     dumps = [json.loads(path.read_text()) for path in (output / "dumps").iterdir()]
     assert len(dumps) == 2 and all(dump["tokens"] for dump in dumps)
-    assert all(line["grad_norm"] > 0 for line in lines if "eval" not in line)
+    steps = [line for line in lines if "eval" not in line]
+    assert all(line["grad_norm"] > 0 == line["skipped_updates"] for line in steps)
     (verdicts,) = (tmp_path / "eval").glob("verdicts-*.jsonl")
     assert verdicts.read_text() and (tmp_path / "eval" / "scores.json").exists()
-    for method in METHODS:
-        (line,) = metrics(tmp_path / method)
-        assert line["entropy"] > 0 and line["skipped_updates"] == 0
 
 
 @pytest.mark.skipif(not REAL, reason="needs a CUDA GPU: a pretended one is too slow")

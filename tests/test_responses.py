@@ -82,18 +82,11 @@ def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere(tmp_path):
             words = [word.replace(sign, character) for word in words]
         expected = [shown[HOSTILE.index(word)] or "∅" for word, _ in response["likeliest"][t]]
         assert words == expected
-    assert page.tags.count("script") == 1 and responses.SCRIPT in text
-    own = {"html", "meta", "title", "style", "script", "h1", "h2", "p", "dl", "dt", "dd", "aside"}
+    own = {"html", "meta", "title", "style", "h1", "h2", "p", "dl", "dt", "dd", "aside"}
     assert set(page.tags) == own | {"article", "div", "span", "del", "i", "code"}
-    own = {"lang", "charset", "name", "content", "class", "tabindex", "data-about"}
+    own = {"lang", "charset", "class", "tabindex", "data-about"}
     assert set(page.attributes) == own
-    assert not re.search(r"https?:|url\(|@import|//[a-z]", text.replace("// On", ""))
-
-
-def test_a_token_written_from_right_to_left_moves_none_of_its_neighbours():
-    """Of the style sheet's rules for a token, the last word counts."""
-    rules = re.findall(r"^\.tokens > \*[^{]*\{([^}]*)\}", responses.STYLE, re.MULTILINE)
-    assert re.findall(r"unicode-bidi: ([\w-]+)", "".join(rules))[-1:] == ["isolate"]
+    assert not re.search(r"https?:|url\(|@import|//[a-z]", text)
 
 
 def test_tints_marks_and_tab_stops_equal_a_loop(tmp_path):
@@ -118,7 +111,7 @@ def test_tints_marks_and_tab_stops_equal_a_loop(tmp_path):
         assert p[2] == ("below" if low_p else "not below") + " τ_p = 0.002"
         assert entropy[2] == ("below" if low_h else "not below") + " τ_h = 0.4"
         assert about[4] == "A  +1.62"
-        assert about[-5:] == [f"{s:<10.3f} {word}" for word, s in response["likeliest"][t]]
+        assert about[-5:] == [f"{s:<10.3g} {word}" for word, s in response["likeliest"][t]]
 
 
 def test_silenced_responses_come_first_then_the_newest_and_a_cut_is_told(tmp_path):
