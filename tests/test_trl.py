@@ -504,13 +504,15 @@ def test_the_pages_commands_make_four_updates_a_rollout():
 
 
 def on_two_processes(folder) -> None:
-    trl_stapo.main([*TWO_PROCESSES, "--output_dir", str(folder), "--max_steps", "1"])
+    short = "--max_steps 1 --per_device_train_batch_size 2 --max_completion_length 16".split()
+    trl_stapo.main([*TWO_PROCESSES, *short, "--output_dir", str(folder)])
 
 
 def test_the_pages_two_processes(tmp_path):
-    assert launch(on_two_processes, 2, tmp_path / "log", tmp_path / "run") == [0, 0]
+    launched = launch(on_two_processes, 2, tmp_path / "log", tmp_path / "run", timeout=300)
+    assert launched == [0, 0]
     first, second = ((tmp_path / f"log.{rank}").read_text() for rank in (0, 1))
-    plan = "mini-batches a rollout: 4, responses a mini-batch: 32, processes: 2\n"
+    plan = "mini-batches a rollout: 4, responses a mini-batch: 8, processes: 2\n"
     assert plan in first and "mini-batch" not in second
     assert (tmp_path / "run" / "model.safetensors").exists()
 
