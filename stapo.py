@@ -893,10 +893,9 @@ def train(cfg: Config) -> None:
                 if updates:
                     stats = statistics_pass(model, mini_batch, cfg)
                 choice = METHODS[cfg.method].choose(mini_batch, stats, cfg)  # keep is the paper's I
-                count = count_tokens(mini_batch, stats, choice)
-                counts.append(count)
+                counts += [count_tokens(mini_batch, stats, choice)]
                 if training:
-                    updates.append(update(model, optimizer, mini_batch, choice.keep, count, cfg))
+                    updates += [update(model, optimizer, mini_batch, choice.keep, counts[-1], cfg)]
                     not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
             # 3. Write down what happened; save and evaluate when it is time.
