@@ -1,16 +1,16 @@
 """The paper's results table for any checkpoint: six benchmarks, two decodings, mean@N.
 
     python eval.py --model Qwen/Qwen3-1.7B-Base                              # the paper's setup
-    python eval.py --model M --benchmarks math500 --limit 50 --samples 1     # a quick look
+    python eval.py --model M --benchmarks math500 --limit 50 --samples 1 --decoding training
     torchrun --nproc-per-node 8 eval.py --model M --verifier opencompass/CompassVerifier-3B
 
-Read from top to bottom: flags and benchmarks, the journal that lets a long run survive, sampling
-and grading, the verifier, scores, tables, main. --output receives samples.jsonl (every response
-with its verdict), scores.json and table.md.
+--output receives samples.jsonl (every response with its verdict), scores.json and table.md.
+Ctrl-C and SIGTERM end it within a few tokens, with exit status 130. Every response that had ended
+is in samples.jsonl, and the same command continues there, on any number of ranks; so it does after
+a crash.
 
-Ctrl-C and SIGTERM end it within a few tokens, with exit status 130: there is no table yet. Every
-response that had ended is in the journal, and the same command continues there, on any number of
-ranks. So it is after a crash.
+Read from top to bottom: flags and benchmarks, the journal that lets a long run survive, sampling
+and grading, the verifier, scores, tables, main.
 """
 
 import itertools
@@ -236,16 +236,13 @@ def sample_suite(
     suite: Suite,
     decodings: dict[str, tuple[float, float]],
     journal: Journal,
-    *,
-    instruction: str,
-    max_new_tokens: int,
-    rollout_batch_size: int,
-    seed: int,
+    cfg: Any,
 ) -> dict[Key, dict]:
     """{key: row}: a graded response for every benchmark, decoding, problem and sample.
 
-    The keywords are flags of Config. Raises InputError where the journal holds responses to other
-    problems, and Stopped on every rank where a stop was asked for.
+    cfg: Config or stapo.Config, for --instruction, --max_new_tokens, --rollout_batch_size, --seed.
+    Raises InputError where the journal holds responses to other problems, and Stopped on every rank
+    where a stop was asked for.
     """
     keys = [
         Key(benchmark.key, decoding, problem, sample)
@@ -258,35 +255,38 @@ def sample_suite(
         if journal.rows[key].get("fingerprint") != fingerprint(problem_of(suite, key)):
             held = f"{journal.path}: holds responses to another {key.benchmark}"
             raise InputError(f"{held}; delete it, or name another --output")
+
+    def prompt_of(key: Key) -> list[int]:
+        return encode_prompt(tokenizer, problem_of(suite, key)["problem"], cfg.instruction)
+
     for decoding, (temperature, top_p) in decodings.items():
         fill(
             journal,
             [key for key in keys if key.decoding == decoding],
             model,
             tokenizer,
-            lambda key: encode_prompt(tokenizer, problem_of(suite, key)["problem"], instruction),
+            prompt_of,
             lambda key, response: graded(problem_of(suite, key), response),
-            seed=seed,
-            max_new_tokens=max_new_tokens,
+            seed=cfg.seed,
+            max_new_tokens=cfg.max_new_tokens,
             temperature=temperature,
             top_p=top_p,
-            batch_size=rollout_batch_size,
+            batch_size=cfg.rollout_batch_size,
             progress=f"{decoding} decoding",
         )
     return {key: journal.rows[key] for key in keys}
 
 
 def evaluate(
-    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, **flags: Any
+    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, cfg: Any
 ) -> dict[str, dict]:
     """{benchmark: scores} of a model in memory under the training decoding.
 
-    path: the journal's file; what it holds is not sampled again. flags: the keywords of
-    sample_suite. Every rank calls it and gets the scores. Raises Stopped on every rank where a
-    stop was asked for.
+    path: the journal's file; what it holds is not sampled again. cfg: as in sample_suite. Every
+    rank calls it and gets the scores. Raises Stopped on every rank where a stop was asked for.
     """
     decodings = {"training": DECODINGS["training"]}
-    samples = sample_suite(model, tokenizer, suite, decodings, Journal(path), **flags)
+    samples = sample_suite(model, tokenizer, suite, decodings, Journal(path), cfg)
     return summarize(samples)["training"]
 
 
@@ -414,14 +414,12 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
 
     rows = [["model", "decoding", "graded by", *(b.title for b in suite), "mean"]]
     for grader in graders:
-        means = []  # for each column its number under each decoding
-        for benchmark in suite:
-            found = [summaries[benchmark.key] for summaries in scores.values()]
-            if grader != "rule":
-                found = [summary["verified"] for summary in found]
-            means.append([summary["mean"] for summary in found])
-        means.append([fmean(column) for column in zip(*means, strict=True)])
-        cells = [cell([f"{mean:.2f}" for mean in column]) for column in means]
+        lines = []  # a decoding's numbers, and their mean
+        for summaries in scores.values():
+            found = [summaries[benchmark.key] for benchmark in suite]
+            means = [(s if grader == "rule" else s["verified"])["mean"] for s in found]
+            lines.append([f"{mean:.2f}" for mean in [*means, fmean(means)]])
+        cells = [cell(list(column)) for column in zip(*lines, strict=True)]
         rows.append([model, cell(list(scores)), grader, *cells])
     return markdown(rows)
 
@@ -488,9 +486,8 @@ def open_output(cfg: Config) -> Path:
 def load(name: str) -> tuple[Model, Tokenizer]:
     """A model and its tokenizer: bfloat16 on this rank's GPU, float32 on a CPU.
 
-    The ranks of a host take turns: what training saves is float32 and becomes bfloat16 in the
-    host's memory, where one such copy at a time is enough. (A bfloat16 checkpoint is a mapped file
-    that ranks share.)
+    The ranks of a host take turns: a float32 checkpoint becomes bfloat16 in host memory, which may
+    have no room for a copy of each rank.
     """
     device = distributed.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -518,9 +515,7 @@ def run(cfg: Config) -> None:
     if not tokenizer.chat_template:
         progress.say(f"{cfg.model} has no chat template: problems go in as plain text")
     stop.listen()
-    names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
-    flags = {name: getattr(cfg, name) for name in names}
-    samples = sample_suite(model, tokenizer, suite, decodings, journal, **flags)
+    samples = sample_suite(model, tokenizer, suite, decodings, journal, cfg)
     if cfg.verifier:
         del model  # its memory is the verifier's
         verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")

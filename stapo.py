@@ -848,11 +848,9 @@ def evaluate_if_due(
     it needs is saved before.
     """
     if run.evaluation_is_due(cfg.eval_every):
-        names = ("instruction", "max_new_tokens", "rollout_batch_size", "seed")
-        options = {name: getattr(cfg, name) for name in names}
         file = run.evaluation_file()
         with distributed.gathered(model) as policy:
-            scores = evaluation.evaluate(policy, task.tokenizer, task.suite, file, **options)
+            scores = evaluation.evaluate(policy, task.tokenizer, task.suite, file, cfg)
         run.end_evaluation(scores)
         report.show_scores(run.step, scores)
 
