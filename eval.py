@@ -81,7 +81,8 @@ def load_benchmarks(
     names: list[str], data_dir: str = "", samples: int = 0, limit: int = 0
 ) -> Suite:
     """Benchmarks, by name or local file, with their problems. Raises InputError."""
-    known, suite = {benchmark.key: benchmark for benchmark in BENCHMARKS}, {}
+    known = {benchmark.key: benchmark for benchmark in BENCHMARKS}
+    suite: Suite = {}
     for name in names:
         is_file = Path(name).suffix in (".jsonl", ".parquet")
         key = Path(name).stem if is_file else name
@@ -104,7 +105,8 @@ def load_benchmarks(
 
 def parse_decodings(texts: list[str]) -> dict[str, tuple[float, float]]:
     """{name: (temperature, top-p)}; a pair that has a name goes by it. Raises InputError."""
-    decodings, names = {}, {pair: name for name, pair in DECODINGS.items()}
+    names = {pair: name for name, pair in DECODINGS.items()}
+    decodings = {}
     for text in texts:
         numbers = re.fullmatch(r"(\d*\.?\d+),(\d*\.?\d+)", text)
         pair = tuple(map(float, numbers.groups())) if numbers else DECODINGS.get(text)
@@ -135,7 +137,7 @@ class Journal:
 
     Only rank 0 writes to the file itself: rank 3 writes samples.rank3.jsonl beside samples.jsonl.
     Whatever ends a program takes none but the line that is being written. `rows` are those of all
-    ranks at the last merge; of a response they hold the end alone, since every rank has them.
+    ranks at the last merge, with the end of a response alone: every rank keeps all in memory.
     """
 
     def __init__(self, path: Path):
@@ -184,7 +186,7 @@ def problem_of(suite: Suite, key: Key) -> dict[str, str]:
     return next(rows[key.problem] for found, rows in suite.items() if found.key == key.benchmark)
 
 
-def graded(problem: dict[str, str], response: Response) -> dict:
+def graded_row(problem: dict[str, str], response: Response) -> dict:
     """What a row of samples.jsonl says of a response, beside its key."""
     return {
         "fingerprint": fingerprint(problem),
@@ -266,7 +268,7 @@ def sample_suite(
             model,
             tokenizer,
             prompt_of,
-            lambda key, response: graded(problem_of(suite, key), response),
+            lambda key, response: graded_row(problem_of(suite, key), response),
             seed=cfg.seed,
             max_new_tokens=cfg.max_new_tokens,
             temperature=temperature,
@@ -280,7 +282,7 @@ def sample_suite(
 def evaluate(
     model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, cfg: Any
 ) -> dict[str, dict]:
-    """{benchmark: scores} of a model in memory under the training decoding.
+    """For training: {benchmark: scores} of a model in memory under the training decoding.
 
     path: the journal's file; what it holds is not sampled again. cfg: as in sample_suite. Every
     rank calls it and gets the scores. Raises Stopped on every rank where a stop was asked for.
@@ -427,7 +429,8 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
 def details_table(suite: Suite, scores: Scores) -> str:
     """A row for each benchmark and decoding, in Markdown: what is behind the results table."""
     found = [(b, name, summaries[b.key]) for name, summaries in scores.items() for b in suite]
-    ks, rows = sorted({k for *_, summary in found for k in summary["pass_at_k"]}), []
+    ks = sorted({k for *_, summary in found for k in summary["pass_at_k"]})
+    rows = []
     for benchmark, decoding, summary in found:
         chances = {k: f"{chance:.2f}" for k, chance in summary["pass_at_k"].items()}
         row = {
@@ -465,7 +468,8 @@ def open_output(cfg: Config) -> Path:
     """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
     names = ("model", "max_new_tokens", "seed", "instruction")
-    flags, path = {name: getattr(cfg, name) for name in names}, folder / "settings.json"
+    flags = {name: getattr(cfg, name) for name in names}
+    path = folder / "settings.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         begun = any(file.stat().st_size > 0 for file in folder.glob("*.jsonl"))

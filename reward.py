@@ -3,8 +3,8 @@ r"""The reward of Sec. 2.2: the final answer of a response is right (+1) or it i
     is_correct(r"... so it is \boxed{\dfrac{1}{2}}.", "0.5")   -> True
     math_reward(r"\boxed{4} no, \boxed{5}", "4")               -> -1.0
 
-The final answer is the content of the last complete \boxed{...}; when two answers are equal is
-decided by support/answers.py.
+The final answer is the content of the last complete \boxed{...}; support/answers.py decides whether
+two answers are equal.
 """
 
 import importlib.util
@@ -19,14 +19,16 @@ from pathlib import Path
 from support.answers import math_equal, rounds_to
 from support.errors import RewardError
 
-MAX_RESPONSE = 120_000  # characters searched for a box; 20,480 tokens are about 80,000
+# Characters that are searched after the last box begins, and half as many before it: an earlier box
+# counts if the last one is not closed. 20,480 tokens are about 80,000 characters.
+WINDOW = 120_000
 
 _ESCAPED = re.compile(r"\\[{}\\]")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def last_box(text: str) -> str | None:
-    """Content of the last complete box, in time linear in the length of `text`."""
+    """Content of the last complete box of a text of bounded length, in linear time."""
     stop = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         rest = _ESCAPED.sub("  ", text[box.end() : stop])  # \{ and \} do not nest
@@ -46,7 +48,7 @@ def extract_answer(response: str) -> str | None:
     if not isinstance(response, str):
         return None
     last = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
-    return last_box(response[max(0, last - MAX_RESPONSE // 2) : last + MAX_RESPONSE])
+    return last_box(response[max(0, last - WINDOW // 2) : last + WINDOW])
 
 
 def is_correct(response: str, gold: str) -> bool:

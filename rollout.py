@@ -1,10 +1,10 @@
 """Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
 
 Read in the order of use: the model and its tokenizer; problems and prompts; sampling, which Hugging
-Face's `generate` hands on to the loop in support/decoding.py; then the statistics of every
-response token. These are the three numbers that the paper is about: the token's log-probability,
-the entropy of the distribution it was drawn from, and that distribution's collision probability
-(Sec. 3.2).
+Face's `generate` hands on to the loop in support/decoding.py, whose `next_token` draws from pi;
+then the statistics of every response token. They are the token's log-probability, the entropy of
+the distribution it was drawn from, and that distribution's collision probability, from which dumps
+have the gradient's norm (Sec. 3.2).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from support.progress import bar as progress_bar
 from support.progress import quiet_datasets, say, track
 from support.seeds import mix_seed
 
-# The name that older transformers have works in newer ones.
+# Newer transformers have another name for a method and still know the old one, which all have.
 warnings.filterwarnings("ignore", message=".gradient_checkpointing_enable. is deprecated")
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -77,7 +77,7 @@ def load_model(
     options = {"dtype": dtype, "config": load_config(name)}
     model = load_pretrained(AutoModelForCausalLM, "model", name, **options)
     check_positions(name, model)
-    return fuse_norms(model).to(device).eval()
+    return fuse_norms(model).to(device).eval()  # each RMSNorm is one kernel, with the same numbers
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -95,16 +95,17 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
-    """A model with float32 weights and the methods below, sharded where there are ranks.
+    """A model with float32 weights and the methods below.
 
-    Rank 0 alone reads the weights, on the CPU; every rank builds an empty model, cuts it into
-    shards and receives its own, so that no GPU ever holds the whole float32 model.
+    On CUDA, with one GPU too, FSDP2 shards it over the ranks, and it computes in bfloat16. Rank 0
+    alone reads the weights, on the CPU; every rank builds an empty model, cuts it into shards and
+    receives its own, so that no GPU ever holds the whole float32 model.
     """
     whole = load_model(name) if distributed.rank() == 0 else None
     if whole:
         check_head(whole)
     distributed.barrier()  # the others wait here, however long a download takes
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # a CPU alone
         return with_methods(whole, gradient_checkpointing)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
@@ -160,10 +161,10 @@ def check_head(model: Model) -> None:
     """Raise InputError unless the model's logits are hidden states times the head's weight.
 
     Token statistics rely on it. A bias, a scale or a soft cap on the logits would make every
-    log-probability wrong, under whatever name the model's code has it. float32 weights.
+    log-probability wrong, under whatever name the model's code has it. Wants float32 weights.
     """
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
-    hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 8, H)
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 8, D)
     expected = hidden @ model.get_output_embeddings().weight.T  # (1, 8, V)
     logits = model(ids, use_cache=False).logits
     if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
@@ -255,9 +256,9 @@ def read_row(row: dict) -> tuple[str, str]:
         problem = (last.get("content") if isinstance(last, dict) else last) or ""
         wrapped = DAPO_WRAPPER.fullmatch(problem)
         problem = wrapped[1] if wrapped else problem
-    model = row.get("reward_model")
+    graded_by = row.get("reward_model")
     answers = [row.get("answer"), row.get("final_answer")]
-    answers += [model.get("ground_truth")] if isinstance(model, dict) else []
+    answers += [graded_by.get("ground_truth")] if isinstance(graded_by, dict) else []
     answer = next((answer for answer in answers if answer not in (None, "")), "")
     if isinstance(answer, list):
         answer = ", ".join(map(str, answer))
@@ -285,11 +286,6 @@ class Response:
     ids: list[int]
     truncated: bool  # ended by max_new_tokens, not by a stop id
     text: str
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt_ids) + len(self.ids)
 
 
 def sample(
@@ -377,7 +373,7 @@ def sampling_config(
 def generate(
     model: Model, prompts: list[list[int]], config: GenerationConfig, **options: Any
 ) -> torch.Tensor | None:
-    """model.generate on all prompts, left-padded; returns what it returns."""
+    """model.generate on all prompts, left-padded as it wants them; decoding_loop strips them."""
     width, pad = max(map(len, prompts)), config.pad_token_id
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])  # (N, P)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # (N, P)
@@ -449,15 +445,15 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: f
     # time when its cache grows. With two layers or more, the fifth of the memory that is left free
     # is enough for the copy.
     # Of each id of the vocabulary there are two logits (2 and 4 bytes), the softmax and its sums (8
-    # each). Top-p sorts before that: logits (4, 4), sorted values and indices (4, 8) and CUDA's own
-    # buffers (32).
+    # each): 24 bytes, rounded up. Top-p sorts before the softmax: there are three logits (2, 4, 4),
+    # sorted values and indices (4, 8) and CUDA's own buffers (32): 56 bytes, rounded up.
     per_id = 24 if top_p == 1 else 56
     return per_token * rounded_up(length, 8) + per_id * config.vocab_size
 
 
 @contextlib.contextmanager
 def ready_to_generate(model: Model, config: GenerationConfig) -> Iterator[None]:
-    """The model generates by `config` alone.
+    """Inside, nothing of the model's own generation_config applies: `config` has every field.
 
     Raises RuntimeError where `generate` would run a logits processor that config does not ask for.
     """
@@ -501,23 +497,22 @@ class TokenStats(NamedTuple):
     collision: torch.Tensor | None  # sum_v pi(v)^2 of that distribution
 
 
-def pad_batch(
-    responses: list[Response], device: str | torch.device = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad_batch(responses: list[Response]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Right-padded [prompt, response] rows -> input_ids, attention_mask, response_mask: (B, L).
 
     Under causal attention no token sees the padding, so that its id, 0, matters nowhere.
     """
-    width = max(r.length for r in responses)
+    width = max(len(r.prompt_ids) + len(r.ids) for r in responses)
     ids = torch.zeros(len(responses), width, dtype=torch.long)
     attention = torch.zeros(len(responses), width, dtype=torch.bool)
     response_mask = torch.zeros(len(responses), width, dtype=torch.bool)
     for i, r in enumerate(responses):
-        start, end = len(r.prompt_ids), r.length
+        start = len(r.prompt_ids)
+        end = start + len(r.ids)
         ids[i, :end] = torch.tensor(r.prompt_ids + r.ids)
         attention[i, :end] = True
         response_mask[i, start:end] = True
-    return ids.to(device), attention.to(device), response_mask.to(device)
+    return ids, attention, response_mask
 
 
 def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
@@ -543,9 +538,11 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
 def batch_stats(
     model: Model, ids: torch.Tensor, mask: torch.Tensor, *, logp_only: bool = False
 ) -> TokenStats:
-    """token_stats of a right-padded micro-batch that is on the CPU, without a wait for a GPU."""
+    """token_stats of a right-padded micro-batch that is on the CPU."""
+    # The tokens are counted on the CPU, so that token_stats need not wait for a GPU.
     count = int(mask[:, 1:].sum())
     ids, mask = (t.to(model.device, non_blocking=True) for t in (ids, mask))
+    # The function below, as with_methods attached it.
     return model.token_stats(ids, None, mask, count=count, logp_only=logp_only)
 
 
@@ -603,9 +600,9 @@ def token_stats(
         attention_mask=attention_mask.long() if left_padded else None,
         position_ids=(attention_mask.long().cumsum(1) - 1).clamp(min=0) if left_padded else None,
         use_cache=False,
-    ).last_hidden_state  # (B, L, H)
-    hidden = hidden[rows, columns - 1]  # (N, H): the states that predict response tokens
-    weight, targets = model.get_output_embeddings().weight, input_ids[rows, columns]  # (V, H), (N,)
+    ).last_hidden_state  # (B, L, D)
+    hidden = hidden[rows, columns - 1]  # (N, D): the states that predict response tokens
+    weight, targets = model.get_output_embeddings().weight, input_ids[rows, columns]  # (V, D), (N,)
     stats = head_stats(hidden, weight, targets, chunk=chunk, logp_only=logp_only)
     empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
 
@@ -626,9 +623,9 @@ def likeliest(
     place of ids[L - count + t]. Temperature 1, full vocabulary.
     """
     row = ids[None].to(model.device)  # (1, L)
-    hidden = model.base_model(row, use_cache=False).last_hidden_state  # (1, L, H)
-    hidden = hidden[0, -count - 1 : -1]  # (count, H): the states that predict those places
-    weight = model.get_output_embeddings().weight  # (V, H)
+    hidden = model.base_model(row, use_cache=False).last_hidden_state  # (1, L, D)
+    hidden = hidden[0, -count - 1 : -1]  # (count, D): the states that predict those places
+    weight = model.get_output_embeddings().weight  # (V, D)
     probabilities, top_ids = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
     chunk = head_rows(hidden.device).logits
     for i in range(0, count, chunk):
@@ -683,7 +680,7 @@ def head_stats(
 ) -> TokenStats:
     """The output head, in chunks of tokens: (N, V) logits never exist at once.
 
-    hidden (N, H), weight (V, H), targets (N,) long -> logp, entropy (nats), collision: (N,)
+    hidden (N, D), weight (V, D), targets (N,) long -> logp, entropy (nats), collision: (N,)
     float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
     to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_ROWS).
     """

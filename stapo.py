@@ -7,7 +7,7 @@
 Algorithm 1 of the paper, and the function that does each of its lines:
 
     repeat                                                                     train
-        pi_old = pi_theta;  y_1 .. y_G ~ pi_old(.|x) for each of B prompts x   collect
+        pi_old = pi_theta;  y_1 .. y_G ~ pi_old(.|x) for each prompt x         collect
         R = +1 or -1;  A_i = (R_i - mean R) / std R within each group          group_advantages
         for each mini-batch:
             p and H of its tokens under the current policy pi_theta            statistics_pass
@@ -168,7 +168,10 @@ def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
 def spurious_candidates(
     logp: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, tau_p: float = 0.002
 ) -> torch.Tensor:
-    """Sec. 3.3: the low-probability tokens of right responses, (B, T) bool; shapes as below."""
+    """Sec. 3.3: the low-probability tokens of responses with A > 0, which are right ones.
+
+    Returns (B, T) bool; shapes as in spurious_mask.
+    """
     return mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
 
 
@@ -216,9 +219,8 @@ def clipped_loss(
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token; old_logp (B, T): the
     same under pi_old; advantages (B,) float32; keep (B, T) bool. num_kept is sum I; if it is None,
-    this call's kept tokens are counted. It belongs to the whole mini-batch: micro-batches are
-    handed its count, and under FSDP, which averages gradients over ranks, the global count / world
-    size.
+    this call's kept tokens are counted. A micro-batch has to be handed the count of its whole
+    mini-batch; under FSDP, which averages gradients over ranks, that of all ranks / world size.
     With I = 1 on every response token this is DAPO and JustRL (Sec. 2.3).
     """
     log_rho = (logp - old_logp).masked_fill(~keep, 0.0)  # (B, T), masked first: exp can overflow
@@ -247,14 +249,15 @@ def stapo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """STAPO in one call: spurious_mask, then clipped_loss over the tokens that it leaves.
 
+    For a training loop of your own: `train` below calls the two apart.
+
     logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
     vocabulary); old_logp (B, T): the same under pi_old; advantages (B,); entropy (B, T) nats, of
     the current policy, never given a gradient; mask (B, T) bool, True on response tokens.
     tau_h and num_kept belong to the whole mini-batch: None takes them from this call, which is
-    right when the call sees all of it. With more than one micro-batch, hand on `keep` and not
-    tau_h: call spurious_mask once for the mini-batch, then clipped_loss for each micro-batch. tau_h
-    can be a candidate's own entropy. A second pass rounds that entropy differently, and the
-    comparison with tau_h could come out the other way.
+    right when the call sees all of it. With more than one micro-batch, call spurious_mask once for
+    the mini-batch and then clipped_loss for each micro-batch: tau_h can be a candidate's own
+    entropy, and a second pass, which rounds otherwise, could put it on the other side of tau_h.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
     silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)
@@ -376,7 +379,7 @@ class Choice(NamedTuple):
 
     keep: torch.Tensor  # (B, L) bool: the tokens that carry a gradient, the paper's I
     candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
-    tau_h: float  # nats under stapo; -inf where a method has no such threshold
+    tau_h: float  # the threshold that was used, nats under stapo; not finite where there is none
 
 
 def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
@@ -397,19 +400,19 @@ def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
 
 
 def silence_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """As many candidates as STAPO silences, those of the highest entropy; tau_h is one of -H."""
+    """As many candidates as STAPO silences, those of the highest entropy: -H is ranked, not H."""
     return silence_spurious(batch, stats._replace(entropy=-stats.entropy), cfg)
 
 
 def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """As many candidates as STAPO silences, by lot; tau_h is a quantile of the lots.
+    """As many candidates as STAPO silences: a random number is ranked, not H.
 
-    A token's lot belongs to its response's seed: it is the same in every pass of a step.
+    A token's number belongs to its response's seed: it is the same in every pass of a step.
     """
-    lots = torch.zeros(batch.mask.shape)
+    numbers = torch.zeros(batch.mask.shape)
     for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
-        lots[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
-    return silence_spurious(batch, stats._replace(entropy=lots), cfg)
+        numbers[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
+    return silence_spurious(batch, stats._replace(entropy=numbers), cfg)
 
 
 def silence_candidates(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
@@ -441,8 +444,8 @@ class Method(NamedTuple):
 METHODS = {
     "stapo": Method(silence_spurious, reads="A > 0", divides_by="kept"),
     "justrl": Method(keep_all, reads="none", divides_by="tokens"),
-    "grpo": Method(keep_all, reads="none", divides_by="responses"),  # the mean of their means
-    "20-entropy": Method(keep_high_entropy, reads="all", divides_by="tokens"),  # also those dropped
+    "grpo": Method(keep_all, reads="none", divides_by="responses"),  # each has its mean
+    "20-entropy": Method(keep_high_entropy, reads="all", divides_by="tokens"),  # dropped ones too
     "full-mask": Method(silence_candidates, reads="A > 0", divides_by="kept"),
     "high-entropy": Method(silence_high_entropy, reads="A > 0", divides_by="kept"),
     "random": Method(silence_random, reads="A > 0", divides_by="kept"),
@@ -473,8 +476,9 @@ def statistics_pass(model: Model, batch: Batch, cfg: Config) -> TokenStats:
     responses with A > 0 can hold candidates.
     """
     reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
-    right = batch.advantages > 0  # (B,)
-    needed = {"A > 0": right, "all": torch.ones_like(right), "none": torch.zeros_like(right)}[reads]
+    positive = batch.advantages > 0  # (B,)
+    everyone, nobody = torch.ones_like(positive), torch.zeros_like(positive)
+    needed = {"A > 0": positive, "all": everyone, "none": nobody}[reads]
     rows = needed.nonzero().flatten()
     tokens = batch.ids[rows], batch.mask[rows], batch.lengths[rows]
     fresh = response_stats(model, *tokens, cfg.tokens_per_micro_batch)
@@ -533,7 +537,7 @@ def update(
     optimizer.zero_grad()
     parts = micro_batches(lengths, cfg.tokens_per_micro_batch)  # as many on every rank
     for places in progress.track(parts, "update"):
-        rows = trained[places]  # none on a rank that others wait for: its gradients are zeros
+        rows = trained[places]  # none where another rank has more micro-batches: zero gradients
         micro = batch.rows(rows)
         logp = batch_stats(model, micro.ids, micro.mask, logp_only=True).logp
         loss, sums = objective(micro, keep[rows, : logp.shape[1]], logp, denominator, cfg)
@@ -543,7 +547,8 @@ def update(
             local[name] += value.double()
     model.eval()
     for parameter in model.parameters():
-        if parameter.grad is None:  # nothing was forwarded: AdamW still takes its step
+        # Nothing was forwarded: the gradient is zero, and AdamW takes the step of a zero gradient.
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -581,12 +586,12 @@ class Task(NamedTuple):
 
 
 def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
-    """Which problems step 1, 2, ... trains on: epochs of shuffles, a pure function of the seed."""
-    start = (step - 1) * batch_size  # the batch's first place, were all epochs one long list
+    """Which problems step 1, 2, ... trains on: shuffled epochs laid end to end, cut into steps."""
+    start = (step - 1) * batch_size  # the batch's first place in the list of all epochs
     last = start + batch_size - 1
-    epochs = range(start // num_problems, last // num_problems + 1)  # whose problems it has
+    epochs = range(start // num_problems, last // num_problems + 1)
     orders = [torch.randperm(num_problems, generator=generator(seed, epoch)) for epoch in epochs]
-    offset = start - epochs[0] * num_problems  # the same place in the list of these epochs
+    offset = start - epochs[0] * num_problems
     return torch.cat(orders)[offset : offset + batch_size].tolist()
 
 
@@ -602,12 +607,13 @@ def collect(
     """
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     share = cfg.mini_batch_size // world_size()  # prompts of each mini-batch on each rank
-    starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)  # in each mini-batch
+    # Where this rank's slice of each mini-batch begins.
+    starts = range(rank() * share, cfg.batch_size, cfg.mini_batch_size)
     places = [start + i for start in starts for i in range(share)]  # this rank's, in the batch
     pairs = [(place, member) for place in places for member in range(cfg.group_size)]
     posed = [task.problems[indices[place]] for place, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, place, member) for place, member in pairs]
-    with distributed.gathered(model) as policy, stop.together():
+    with distributed.gathered(model) as policy, stop.together():  # a stop leaves here on all ranks
         responses = sample(
             policy,
             task.tokenizer,
@@ -618,8 +624,8 @@ def collect(
             progress="rollout",
             poll=stop.poll,
         )
-    rewards = grade(task.reward, responses, posed)
-    advantages = group_advantages(torch.tensor(rewards).view(-1, cfg.group_size))  # (P, G)
+    rewards = torch.tensor(grade(task.reward, responses, posed), dtype=torch.float64)  # (B,)
+    advantages = group_advantages(rewards.float().view(-1, cfg.group_size))  # (P, G)
     ids, attention, mask = pad_batch(responses)  # (B, L) each
     lengths = attention.sum(1)  # (B,)
     old = response_stats(model, ids, mask, lengths, cfg.tokens_per_micro_batch)
@@ -633,12 +639,12 @@ def collect(
         lengths=lengths,
         old=old,
         ref_logp=ref_logp,
-        rewards=torch.tensor(rewards, dtype=torch.float64),
+        rewards=rewards,
         advantages=advantages.flatten(),
         truncated=torch.tensor([response.truncated for response in responses]),
         seeds=torch.tensor(seeds),
     )
-    rows = zip(posed, responses, rewards, batch.advantages.tolist(), strict=True)
+    rows = zip(posed, responses, rewards.tolist(), batch.advantages.tolist(), strict=True)
     samples = [
         {"problem": p["problem"], "gold": p["answer"], "response": r.text}
         | {"reward": reward, "advantage": advantage}
@@ -676,7 +682,7 @@ def rollout_metrics(batch: Batch, tau_p: float) -> dict[str, float | None]:
         "right_tokens": right_tokens.sum(),
         "tokens": batch.mask.sum(),
         "truncated": batch.truncated.sum(),
-        "reward": sum(batch.rewards.tolist()),
+        "reward": batch.rewards.sum(),
         "zero_advantage": (batch.advantages == 0).sum(),
     }
     total = all_sum(sums)
@@ -712,7 +718,7 @@ def update_metrics(counts: list[dict], updates: list[dict]) -> dict[str, float |
     total = Counter()
     for sums in updates:
         total.update(sums)  # adds them up by key
-    forwarded = total["tokens"]
+    forwarded = total["tokens"]  # those of responses with A = 0 are not; they are in `counts`
     silenced = sum(count["silenced"] for count in counts)
 
     def per_token(key: str) -> float | None:
@@ -734,15 +740,16 @@ def update_metrics(counts: list[dict], updates: list[dict]) -> dict[str, float |
     }
 
 
-def cost_metrics(tokens: int, began: float, sampled: float) -> dict[str, float]:
+def cost_metrics(tokens: int, began: float, collected: float) -> dict[str, float]:
     """Seconds of a step and peak memory so far, on this rank; tokens are those of all ranks.
 
-    The step began at the time `began`, and its rollout had ended at the time `sampled`.
+    The step began at the time `began`. At the time `collected` its batch was made, with rewards and
+    statistics, and its dump written.
     """
     ended = time.time()
     return {
-        "rollout_seconds": sampled - began,
-        "update_seconds": ended - sampled,
+        "rollout_seconds": collected - began,
+        "update_seconds": ended - collected,
         "tokens_per_second": tokens / (ended - began),
         "peak_memory_gb": peak_memory_gb(),
     }
@@ -757,7 +764,10 @@ def dump(
     step: int,
     cfg: Config,
 ) -> None:
-    """Write dumps/step_N.json for scripts/figures.py: right responses, as pi_old sees them."""
+    """Write dumps/step_N.json for scripts/figures.py: right responses, as pi_old sees them.
+
+    What the method would silence under pi_old: in later mini-batches training decides anew.
+    """
     mini_batches = batch.split(cfg.batch_size // cfg.mini_batch_size)
     choices = [METHODS[cfg.method].choose(part, part.old, cfg) for part in mini_batches]
     keep = torch.cat([choice.keep for choice in choices])  # (B, L)
@@ -765,7 +775,7 @@ def dump(
     made = make_dump(
         batch,
         samples,
-        # Beside candidates 20-Entropy drops other tokens.
+        # 20-Entropy also drops tokens that are no candidates.
         silenced=batch.mask & (batch.old.logp.exp() < cfg.tau_p) & ~keep,
         tau_h=tau_h.repeat_interleave(len(batch.ids) // len(choices)),
         step=step,
@@ -793,17 +803,17 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
-    v1 = cfg.quantile_over == "all"
-    need("quantile_over", cfg.method == "stapo" or not v1, "a definition of --method stapo alone")
+    own = cfg.quantile_over == "candidates" or cfg.method == "stapo"
+    need("quantile_over", own, "a definition of --method stapo alone")
     default_beta = cfg.beta == Config.beta
     need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
     sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last "
     sizes += "tokens_per_micro_batch"
     for name in sizes.split():
         need(name, getattr(cfg, name) >= 1, "has to be at least 1")
-    rates = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes eval_every "
-    rates += "dump_every eval_limit eval_samples log_samples threads"
-    for name in rates.split():
+    others = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes "
+    others += "eval_every dump_every eval_limit eval_samples log_samples threads"
+    for name in others.split():
         need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
@@ -813,7 +823,7 @@ def check_flags(cfg: Config) -> None:
 
 
 def load_task(cfg: Config) -> Task:
-    """Everything that can be wrong with the flags is found here; prompts too long are dropped."""
+    """The Task that the flags name; prompts that are too long are dropped. Raises InputError."""
     check_flags(cfg)
     tokenizer, reward = load_tokenizer(cfg.model), load_reward(cfg.reward)
     names = cfg.eval_benchmarks if cfg.eval_every else []
@@ -844,8 +854,7 @@ def evaluate_if_due(
 ) -> None:
     """Every --eval_every steps, and before the first: a line of scores in metrics.jsonl.
 
-    What a stop or an error has left of an evaluation is continued by --resume: the checkpoint that
-    it needs is saved before.
+    --resume continues one that was broken off: the checkpoint before it has these weights.
     """
     if run.evaluation_is_due(cfg.eval_every):
         file = run.evaluation_file()
@@ -858,6 +867,7 @@ def evaluate_if_due(
 def train(cfg: Config) -> None:
     """Algorithm 1, --steps times."""
     task = load_task(cfg)
+    # With --resume it is that directory.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg), task.fingerprints, resume=bool(cfg.resume))
     model = load_policy(str(run.checkpoint or cfg.model), cfg.gradient_checkpointing)
@@ -872,7 +882,7 @@ def train(cfg: Config) -> None:
     stop.listen()
     try:
         for step in itertools.count(run.step + 1):
-            evaluate_if_due(run, model, task, report, cfg)
+            evaluate_if_due(run, model, task, report, cfg)  # what the step before has left
             if step > cfg.steps:
                 break
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
@@ -881,14 +891,14 @@ def train(cfg: Config) -> None:
             line = {"step": step} | entropy_metrics(batch) | rollout_metrics(batch, cfg.tau_p)
             if is_due(step, cfg.dump_every):
                 dump(run, model, task, batch, samples, step, cfg)
-            sampled = time.time()
+            collected = time.time()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
             lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
             counts, updates = [], []
             for mini_batch in batch.split(cfg.batch_size // cfg.mini_batch_size):
                 stats = mini_batch.old  # p and H, (B, L): in the first, pi_theta still is pi_old
-                if updates:
+                if updates:  # pi_theta has moved
                     stats = statistics_pass(model, mini_batch, cfg)
                 choice = METHODS[cfg.method].choose(mini_batch, stats, cfg)  # keep is the paper's I
                 counts += [count_tokens(mini_batch, stats, choice)]
@@ -896,9 +906,9 @@ def train(cfg: Config) -> None:
                     updates += [update(model, optimizer, mini_batch, choice.keep, counts[-1], cfg)]
                     not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
-            # 3. Write down what happened; save and evaluate when it is time.
+            # 3. Write down what happened, and save when it is time.
             line |= update_metrics(counts, updates) | {"lr": lr}
-            line |= cost_metrics(line["tokens"], began, sampled)
+            line |= cost_metrics(line["tokens"], began, collected)
             run.end_step(line, samples[: cfg.log_samples])
             report.done(line, samples[0])
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes, cfg.eval_every):
