@@ -69,11 +69,6 @@ class Group(NamedTuple):
     reference: str = "STAPO"  # the row from which it is compared, seed by seed
 
     @property
-    def label(self) -> str:
-        """Its name in tables."""
-        return self.name if self.base in ("tests/tiny", *FINISHED) else f"{self.base}: {self.name}"
-
-    @property
     def key(self) -> str:
         """Its name among all groups and, with a seed, that of its run directories."""
         return f"{self.base}-{self.name}".replace("/", "-").replace(" ", "-").replace("%", "pct")
@@ -234,20 +229,43 @@ def run_all(plan: list[Group], output: Path, jobs: int) -> None:
 
 # ----------------------------------------------------------------------------- numbers and tables
 
+
+class Column(NamedTuple):
+    """Of a table: which number of each run it shows, and how."""
+
+    key: str
+    form: str = ".1f"
+    show: str = "error"  # mean ± standard error; or the "mean" alone, or "each" run
+
+
 ACCURACIES = ("5 to 10", "10 to 20", "last five", "held out")  # over steps, ends included
 TWENTIES = [f"{first} to {first + 19}" for first in range(1, LONG, 20)]
-# The columns of a table: heading -> key of the measure, its format, whether with its error.
 LEVELS = {
-    "silenced, %": ("silenced", ".2f", False),
-    **{f"accuracy, {span}": (span, ".1f", True) for span in ACCURACIES},
-    "entropy, 10 to 20": ("entropy", ".3f", True),
-    "steps to 80 %": ("to 80 %", ".1f", False),
+    "silenced, %": Column("silenced", ".2f", "mean"),
+    **{f"accuracy, {span}": Column(span) for span in ACCURACIES},
+    "entropy, 10 to 20": Column("entropy", ".3f"),
+    "steps to 80 %": Column("to 80 %", show="mean"),
 }
-LONGER = {f"accuracy, {steps}": (f"accuracy, {steps}", ".1f", True) for steps in TWENTIES}
-LONGER |= {f"entropy, {steps}": (f"entropy, {steps}", ".3f", True) for steps in TWENTIES}
-ENTROPIES = {f"entropy, {when}": (f"entropy, {when}", ".2f") for when in ("start", 40, 80, "end")}
+LONGER = {f"accuracy, {steps}": Column(f"accuracy, {steps}") for steps in TWENTIES}
+LONGER |= {f"entropy, {steps}": Column(f"entropy, {steps}", ".3f") for steps in TWENTIES}
+DIFFERENCES = {
+    **{span: Column(f"minus STAPO, {span}", "+.1f") for span in ACCURACIES},
+    "entropy, ratio": Column("entropy, ratio", ".2f", "mean"),
+    "10 to 20, each seed": Column("minus STAPO, 10 to 20", "+.1f", "each"),
+}
+BY_BASE = {
+    "candidates in its right answers, %": Column("STAPO, candidates", show="mean"),
+    "silenced by STAPO, %": Column("STAPO, silenced", ".2f", "mean"),
+    "STAPO, 10 to 20": Column("STAPO, 10 to 20"),
+    **DIFFERENCES,
+}
+TIMES = ("start", 40, 80, "end")
+ENTROPIES = {f"entropy, {time}": Column(f"entropy, {time}", ".2f") for time in TIMES}
 TEXTS = {"rare, %": ".2f", "tokens": ".1f", "cut off, %": ".1f", "no box, %": ".1f"}
 TEXTS |= {"answers": ".0f", "right, %": ".1f"}
+START, END = ({k: Column(f"{k}, {t}", form) for k, form in TEXTS.items()} for t in ("start", "end"))
+EACH = {f"entropy, {t}": Column(f"entropy, {t}", ".2f", "each") for t in ("end", "highest")}
+EACH |= {key: Column(f"{key}, end", ".0f", "each") for key in ("tokens", "no box, %", "right, %")}
 
 Results = dict[str, dict[int, dict[str, Any]]]  # key of a group -> seed -> its numbers
 Curves = dict[str, dict[int, list[dict[str, Any]]]]  # key of a group -> seed -> its steps
@@ -301,78 +319,46 @@ def measure_drift(lines: list[dict], folder: Path) -> dict[str, float]:
     return found
 
 
-def mean_and_error(values: list[float], form: str = ".1f", with_error: bool = True) -> str:
-    """`7.0 ± 0.3`: a mean and its standard error."""
-    if len(values) == 1 or not with_error:
-        return f"{fmean(values):{form}}"
-    error = stdev(values) / len(values) ** 0.5
-    return f"{fmean(values):{form}} ± {error:{form.removeprefix('+')}}"
+def compare(groups: list[Group], found: Results) -> None:
+    """Add to the numbers of each run how they differ from its reference's with the same seed."""
+    for group in groups:
+        references = found.get(group._replace(name=group.reference).key, {})
+        for seed, run in found[group.key].items():
+            if group.name != group.reference and seed in references:
+                stapo = references[seed]
+                run |= {f"minus STAPO, {span}": run[span] - stapo[span] for span in ACCURACIES}
+                run["entropy, ratio"] = run["entropy"] / stapo["entropy"]
+                run |= {f"STAPO, {key}": number for key, number in stapo.items()}
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+def cell(values: list[float], column: Column) -> str:
+    """`7.0 ± 0.3`: a mean and its standard error; or each value."""
+    if column.show == "each":
+        return " ".join(f"{value:{column.form}}" for value in values)
+    text = f"{fmean(values):{column.form}}"
+    if column.show == "error" and len(values) > 1:
+        error = stdev(values) / len(values) ** 0.5
+        text += f" ± {error:{column.form.removeprefix('+')}}"
+    return text
+
+
+def table(rows: dict[str, dict[int, dict]], columns: dict[str, Column]) -> str:
+    """Rows of runs by seed in Markdown; runs that lack a number of the table have no part in it.
+
+    A number that is None in some runs is taken over the others, which are counted.
+    """
+    lines = [["", "runs", *columns], ["---"] * (2 + len(columns))]
+    for name, by_seed in rows.items():
+        runs = [by_seed[seed] for seed in sorted(by_seed)]
+        runs = [run for run in runs if all(column.key in run for column in columns.values())]
+        row = [name, str(len(runs))]
+        for column in columns.values():
+            values = [run[column.key] for run in runs if run[column.key] is not None]
+            row.append(cell(values, column) if values else "never")
+            if 0 < len(values) < len(runs):
+                row[-1] += f" ({len(values)} of {len(runs)} runs)"
+        lines += [row] if runs else []
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def level_table(groups: list[Group], found: Results, columns: dict, each: dict) -> str:
-    """What each row reaches: means over its seeds, and then what is in `each` seed by seed."""
-    rows = []
-    for group in groups:
-        runs = [found[group.key][seed] for seed in sorted(found[group.key])]
-        row = [group.label, str(len(runs))]
-        for key, *form in columns.values():
-            values = [run[key] for run in runs if run[key] is not None]
-            cell = mean_and_error(values, *form) if values else "never"
-            some = 0 < len(values) < len(runs)
-            row.append(f"{cell} ({len(values)} of {len(runs)} runs)" if some else cell)
-        row += [" ".join(f"{run[key]:{form}}" for run in runs) for key, form in each.values()]
-        rows.append(row)
-    return markdown(["", "runs", *columns, *each], rows)
-
-
-def against(group: Group, found: Results) -> list[tuple[dict, dict]]:
-    """The numbers of this row beside those of its reference, seed by seed."""
-    runs = found.get(group.key, {})
-    reference = found.get(group._replace(name=group.reference).key, {})
-    return [(runs[seed], reference[seed]) for seed in sorted(runs.keys() & reference.keys())]
-
-
-def minus(pairs: list[tuple[dict, dict]], key: str) -> list[float]:
-    return [run[key] - reference[key] for run, reference in pairs]
-
-
-def entropy_ratio(pairs: list[tuple[dict, dict]]) -> str:
-    return f"{fmean(run['entropy'] / reference['entropy'] for run, reference in pairs):.2f}"
-
-
-def difference_table(groups: list[Group], found: Results) -> str:
-    """Each row minus its reference, seed by seed: mean ± standard error, then every seed."""
-    head = ["minus its STAPO", *ACCURACIES, "entropy, ratio", "10 to 20, each seed"]
-    rows = []
-    for group in groups:
-        pairs = against(group, found)
-        if pairs and group.name != group.reference:
-            cells = [mean_and_error(minus(pairs, name), "+.1f") for name in ACCURACIES]
-            each = " ".join(f"{value:+.1f}" for value in minus(pairs, "10 to 20"))
-            rows.append([group.label, *cells, entropy_ratio(pairs), each])
-    return markdown(head, rows)
-
-
-def base_table(groups: list[Group], found: Results) -> str:
-    """For each base model: its rare tokens, and how far JustRL is from STAPO."""
-    head = ["base model", "candidates in its right answers, %", "silenced by STAPO, %"]
-    head += ["STAPO, 10 to 20", "JustRL minus STAPO", "entropy, JustRL / STAPO"]
-    rows = []
-    for group in sorted(groups, key=lambda group: list(BASES).index(group.base)):
-        pairs = against(group, found)
-        if group.name == "JustRL" and pairs:
-            stapo = [run for _, run in pairs]
-            row = [group.base, f"{fmean(run['candidates'] for run in stapo):.1f}"]
-            row.append(f"{fmean(run['silenced'] for run in stapo):.2f}")
-            row.append(mean_and_error([run["10 to 20"] for run in stapo]))
-            row.append(mean_and_error(minus(pairs, "10 to 20"), "+.1f"))
-            rows.append([*row, entropy_ratio(pairs)])
-    return markdown(head, rows)
 
 
 # ----------------------------------------------------------------------------------- the pictures
@@ -406,10 +392,10 @@ def draw_methods(groups: list[Group], found: Results, curves: Curves, file: Path
             silence = "silence rare tokens of " if group.name in CONTROLS else ""
             draw_band(left, curves[group.key], "accuracy", group.name, label=silence + group.name)
             draw_band(middle, curves[group.key], "entropy", group.name)
-        pairs = against(group, found)
-        if group.name == "JustRL" and pairs:
-            share = fmean(stapo["silenced"] for _, stapo in pairs)
-            gains = [-points for points in minus(pairs, "10 to 20")]
+        runs = [run for run in found[group.key].values() if "entropy, ratio" in run]
+        if group.name == "JustRL" and runs:
+            share = fmean(run["STAPO, silenced"] for run in runs)
+            gains = [-run["minus STAPO, 10 to 20"] for run in runs]
             error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0
             right.errorbar(share, fmean(gains), yerr=error, fmt="o", color=COLOURS["STAPO"])
             on_its_left = group.base in ("tests/tiny", "another pre-training")  # the next is near
@@ -427,25 +413,25 @@ def draw_methods(groups: list[Group], found: Results, curves: Curves, file: Path
 
 def report_methods(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
     """The tables and the picture."""
-    tiny = [group for group in groups if group.base == "tests/tiny"]
-    others = [group for group in groups if group.base != "tests/tiny"]
-    for title, rows in {"tests/tiny": tiny, "Other base models": others}.items():
-        print(f"\n{title}\n\n{level_table(rows, found, LEVELS, {})}")
-        print(f"\n{difference_table(rows, found)}")
-    print(f"\nBase models\n\n{base_table(groups, found)}")
-    longer = [group for group in groups if group.steps == LONG]
-    print(f"\nLonger runs\n\n{level_table(longer, found, LONGER, {})}")
+    compare(groups, found)
+    by_base = {group.base: found[group.key] for group in groups if group.name == "JustRL"}
+    by_base = {base: by_base[base] for base in BASES if base in by_base}
+    print(f"\nJustRL on each base model, minus STAPO\n\n{table(by_base, BY_BASE)}")
+    tiny = {group.name: found[group.key] for group in groups if group.base == "tests/tiny"}
+    print(f"\ntests/tiny\n\n{table(tiny, LEVELS)}")
+    print(f"\ntests/tiny, minus STAPO\n\n{table(tiny, DIFFERENCES)}")
+    longer = {group.name: found[group.key] for group in groups if group.steps == LONG}
+    print(f"\nLonger runs\n\n{table(longer, LONGER)}")
     draw_methods(groups, found, curves, output / "replication.png")
 
 
 def report_drift(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
     """The tables; entropy of the rows with several seeds and, dashed, of the longer pair."""
-    start, end = ({k: (f"{k}, {t}", form) for k, form in TEXTS.items()} for t in ("start", "end"))
-    each = {f"entropy, {when}": (f"entropy, {when}", ".2f") for when in ("end", "highest")}
-    each |= {key: (f"{key}, end", ".0f") for key in ("tokens", "no box, %", "right, %")}
-    print(f"\nA reward that says nothing\n\n{level_table(groups, found, ENTROPIES | end, {})}")
-    print(f"\nBefore it, in the first row\n\n{level_table(groups[:1], found, start, {})}")
-    print(f"\nSeed by seed\n\n{level_table(groups, found, {}, each)}")
+    rows = {group.name: found[group.key] for group in groups}
+    first = {groups[0].name: found[groups[0].key]}
+    print(f"\nA reward that says nothing\n\n{table(rows, ENTROPIES | END)}")
+    print(f"\nBefore it, in the first row\n\n{table(first, START)}")
+    print(f"\nSeed by seed\n\n{table(rows, EACH)}")
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for group in groups:
         name = group.name.removesuffix(f", {LONG_DRIFT} steps")
