@@ -417,7 +417,8 @@ def report_methods(groups: list[Group], found: Results, curves: Curves, output: 
     by_base = {group.base: found[group.key] for group in groups if group.name == "JustRL"}
     by_base = {base: by_base[base] for base in BASES if base in by_base}
     print(f"\nJustRL on each base model, minus STAPO\n\n{table(by_base, BY_BASE)}")
-    tiny = {group.name: found[group.key] for group in groups if group.base == "tests/tiny"}
+    whole = [group for group in groups if group.steps == STEPS]
+    tiny = {group.name: found[group.key] for group in whole if group.base == "tests/tiny"}
     print(f"\ntests/tiny\n\n{table(tiny, LEVELS)}")
     print(f"\ntests/tiny, minus STAPO\n\n{table(tiny, DIFFERENCES)}")
     longer = {group.name: found[group.key] for group in groups if group.steps == LONG}
