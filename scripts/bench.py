@@ -1,22 +1,18 @@
 """Speed and memory, measured in pairs that do the same work in turn, as ratios.
 
-    python scripts/bench.py                       # head update rollout step
-    python scripts/bench.py update step --quick   # small shapes: what the tests run
+    python scripts/bench.py                  # head, update, rollout, step
+    python scripts/bench.py update --quick   # small shapes: what the tests run
 
 `head`, `update` and `rollout` run this project's code beside a plain twin that computes the same
 (it is checked to), `step` beside TRL's trainer where trl is installed. A CPU runs on one thread. A
-ratio is the median over pairs. What a GPU has no memory for is left out, and its size is said.
+ratio is the median over pairs. What a GPU has no memory for is left out.
 """
 
 import argparse
 import contextlib
-import datetime
 import functools
 import gc
-import importlib.metadata
 import importlib.util
-import os
-import platform
 import re
 import statistics
 import subprocess
@@ -102,16 +98,6 @@ def left_out(what: str, why: str) -> None:
     print(f"{what} is left out: {why}", file=sys.stderr)
 
 
-def fits(what: str, gb: float) -> bool:
-    """Whether the GPU has so much memory free, once what was measured before is dropped."""
-    gc.collect()  # a model with methods holds itself
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0] / 1e9
-    if free < gb:
-        left_out(what, f"it needs {gb:.0f} GB of GPU memory, and {free:.0f} GB are free")
-    return free >= gb
-
-
 def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
     """The largest difference, relative to the twin's largest entry."""
     return float((ours - twin).abs().max() / twin.abs().max())
@@ -132,9 +118,7 @@ def plain_head(
     return logp.gather(1, targets[:, None]).squeeze(1), entropy, collision
 
 
-# the second is the first's twin; the third is what an update runs
 HEADS = {"ours": head_stats, "plain": plain_head}
-HEADS["logp_only"] = functools.partial(head_stats, logp_only=True)
 
 
 def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -144,7 +128,7 @@ def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]
     return hidden, weight, torch.randint(words, (tokens,), device=DEVICE)
 
 
-def run_head(name: str, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+def run_head(name: str, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Forward and backward: the two gradients, logp, entropy and collision."""
     hidden, weight, targets = inputs
     hidden.grad = weight.grad = None
@@ -179,22 +163,17 @@ def fresh_head_memory(name: str, shape: tuple[int, int, int]) -> int:
 
 
 def head(quick: bool) -> Iterator[tuple[str, float]]:
-    tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
-    if CUDA and not quick and not fits("head", 14):
-        return
-    small, plain = (fresh_head_memory(name, (tokens, words, width)) for name in ("ours", "plain"))
+    shape = (512, 4096, 128) if quick else (4096, 151936, 1024)
+    memory = head_memory if CUDA else fresh_head_memory
+    small, plain = memory("ours", shape), memory("plain", shape)
+    tokens, words, width = shape
     inputs = head_inputs(tokens // 4, words, width)  # time grows in proportion to the tokens
-    ours, twin, logp_only = (functools.partial(run_head, name, inputs) for name in HEADS)
-    if not all(a.equal(b) for a, b in zip(ours()[:3], logp_only()[:3], strict=True)):
-        raise RuntimeError("logp_only changes the gradients or the log-probabilities")
+    ours, twin = (functools.partial(run_head, name, inputs) for name in HEADS)
     if max(error(a, b) for a, b in zip(ours(), twin(), strict=True)) > 1e-4:
         raise RuntimeError("the two heads do not compute the same")  # float32 alone: 3e-5
-    repeats = 1 if quick else 3
-    shape = f"{tokens:,} tokens x {words:,} words x {width:,}"
-    yield f"head, {shape}: extra memory, plain / ours", plain / small
-    yield "head: time, ours / plain", 1 / in_turn(ours, twin, repeats)
-    share = 1 / in_turn(logp_only, ours, repeats)
-    yield "head: time, logp_only / with entropy and collision", share
+    what = f"head, {tokens:,} tokens x {words:,} words x {width:,}: extra memory, plain / ours"
+    yield what, plain / small
+    yield "head: time, ours / plain", 1 / in_turn(ours, twin, 1 if quick else 3)
 
 
 # ---------------------------------------- update: no wasted tokens
@@ -336,34 +315,31 @@ def plain_sample(
 
 
 def rollouts(quick: bool) -> Iterator[tuple[str, float]]:
-    """As many responses as slots, then four times as many: freed slots are filled again."""
+    """Four times as many responses as slots: freed slots are filled again."""
     large = CUDA and not quick
-    if large and not fits("rollout", 14):
-        return
     slots, median, longest = (8, 20, 60) if quick else (96, 79, 256)
+    count = 4 * slots
     model = random_model(qwen3("1.7B") if large else small_shape(quick))
     model = model.bfloat16() if large else model
     tokenizer = word_tokenizer(model.config.vocab_size)
-    options = {"max_new_tokens": longest, "batch_size": slots}
-    for count in (slots, 4 * slots):
-        lengths = log_normal_lengths(count, median, longest)
-        prompts = torch.randint(3, model.config.vocab_size, (count, 16))
-        prompts[:, -1] = torch.arange(count, 2 * count)  # of response i's class
-        prompts, sampled = prompts.tolist(), {}
+    lengths = log_normal_lengths(count, median, longest)
+    prompts = torch.randint(3, model.config.vocab_size, (count, 16))
+    prompts[:, -1] = torch.arange(count, 2 * count)  # of response i's class
+    prompts, sampled = prompts.tolist(), {}
 
-        def ours(prompts=prompts, sampled=sampled):
-            responses = rollout.sample(model, tokenizer, prompts, **options)
-            sampled["ours"] = [len(r.ids) for r in responses]
+    def ours():
+        options = {"max_new_tokens": longest, "batch_size": slots}
+        responses = rollout.sample(model, tokenizer, prompts, **options)
+        sampled["ours"] = [len(r.ids) for r in responses]
 
-        def twin(prompts=prompts, sampled=sampled):
-            sampled["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest, slots)]
+    def twin():
+        sampled["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest, slots)]
 
-        with schedule(lengths, prompt_width=16):
-            faster = in_turn(ours, twin, 1 if quick or large else 3)
-        if not sampled["ours"] == sampled["twin"] == lengths:
-            raise RuntimeError(f"the two rollouts did not do the same work: {sampled}, {lengths}")
-        what = f"rollout, {count} responses up to {longest} in {slots} slots: speed-up"
-        yield what, faster
+    with schedule(lengths, prompt_width=16):
+        faster = in_turn(ours, twin, 1 if quick or large else 3)
+    if not sampled["ours"] == sampled["twin"] == lengths:
+        raise RuntimeError(f"the two rollouts did not do the same work: {sampled}, {lengths}")
+    yield f"rollout, {count} responses up to {longest} in {slots} slots: speed-up", faster
 
 
 # ---------------------------------------- step: against TRL's trainer
@@ -428,8 +404,6 @@ def step(quick: bool) -> Iterator[tuple[str, float]]:
         left_out("step", "trl is not installed (pip install trl)")
         return
     large, repeats = CUDA and not quick, 2 if quick or CUDA else 5
-    if large and not fits("step", 70):  # two models of 1.7B in training
-        return
     longest = 1024 if large else 40 if quick else 256
     lengths = log_normal_lengths(64, 300 if large else 15 if quick else 79, longest)
     mine, peer = (random_model(qwen3("1.7B") if large else small_shape(quick)) for _ in "ab")
@@ -486,41 +460,33 @@ def step(quick: bool) -> Iterator[tuple[str, float]]:
 
 # ---------------------------------------- the table
 
-
-def processor() -> str:
-    if CUDA:
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, 1 thread"
-
-
-def versions() -> str:
-    names = [name for name in ("torch", "transformers", "trl") if importlib.util.find_spec(name)]
-    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    return f"{processor()}; {found}; {datetime.date.today()}"
-
-
 BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step}
+
+
+def measure(name: str, quick: bool) -> Iterator[tuple[str, float]]:
+    """What a benchmark measures, and its value; what the GPU has no memory for is left out."""
+    gc.collect()  # a model with methods holds itself
+    torch.cuda.empty_cache()
+    try:
+        yield from BENCHES[name](quick)
+    except torch.OutOfMemoryError as error:
+        left_out(name, ". ".join(str(error).split(". ")[:2]))  # and how much was asked for
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
+    parser.add_argument("name", nargs="?", choices=BENCHES, help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="small shapes")
     args = parser.parse_args()
-    if unknown := set(args.names) - set(BENCHES):
-        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(BENCHES)}")
     torch.set_num_threads(1)
     if CUDA:
         distributed.start()
     else:
         left_out("every CUDA part", "there is no GPU, and nothing below speaks for one")
     print("| measured | value |\n|---|---|", flush=True)
-    for name in args.names or BENCHES:
-        for what, value in BENCHES[name](args.quick):
+    for name in [args.name] if args.name else BENCHES:
+        for what, value in measure(name, args.quick):
             print(f"| {what} | {value:.3g} |", flush=True)
-    print(f"\n{versions()}")
     distributed.finish()
 
 

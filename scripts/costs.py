@@ -1,4 +1,4 @@
-"""What a run needs: GB on each GPU, minutes a step, hours, GB of disk. Counted, never measured.
+"""What a run needs: GB on each GPU, minutes a step, hours. Counted, never measured.
 
     python scripts/costs.py     # what fits, and how long it takes
 
@@ -65,7 +65,7 @@ def cache_bytes(config: Qwen3Config) -> int:
     return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
 
-# ---------------------------------------- memory: GB on each GPU, in host memory, on disk
+# ---------------------------------------- memory: GB on each GPU
 
 
 def layer_bytes_per_token(config: Qwen3Config) -> int:
@@ -127,14 +127,10 @@ def rows_that_fit(
     return max(0, min(batch_size, int(0.8 * free / per_row)))
 
 
-def update_fits(held: dict[str, int], gb: int) -> bool:
-    """A twentieth of a card is left to CUDA itself and to gaps between the allocator's blocks."""
-    return held["update"] <= 0.95e9 * gb
-
-
 MEMORY = """\
-Memory is counted, not measured, at the default flags. GB is 1e9 bytes, rows are responses decoded
-at a time, disk is for --keep_last + 1 checkpoints. --method grpo's second model is not counted."""
+Memory is counted, not measured, at the default flags: GB (1e9 bytes) on each GPU, and as rows the
+responses decoded at a time. A run fits where there is a row and the peak is below 95 % of the GPU.
+--method grpo's second model is not counted."""
 MACHINES = (  # model, GPUs, GB of each
     *(("0.6B", 1, 24), ("1.7B", 1, 24), ("1.7B", 1, 48), ("1.7B", 1, 80), ("1.7B", 4, 24)),
     *(("1.7B", 8, 80), ("8B", 8, 80), ("8B", 64, 80), ("14B", 8, 80), ("14B", 64, 80)),
@@ -148,27 +144,19 @@ def markdown(heading: str, rows: list[list[str]]) -> str:
 
 
 def memory_table() -> str:
-    training, evaluating = stapo.Config(), evaluation.Config(model="")
-    lengths = [training.max_prompt_tokens + training.max_new_tokens, 5120]
-    longer = training.max_prompt_tokens + evaluating.max_new_tokens
+    lengths = [stapo.Config.max_prompt_tokens + stapo.Config.max_new_tokens, 5120]
     heading = (
         "model | GPUs x GB | weights, gradients, AdamW | peak of an update | a rollout without its "
-        f"cache | rows of {lengths[0]:,} tokens | rows of {lengths[1]:,} tokens | fits | eval.py: "
-        f"rows of {longer:,} | host: stapo.py, eval.py | disk"
+        f"cache | rows of {lengths[0]:,} tokens | rows of {lengths[1]:,} tokens"
     )
     rows = []
     for name, gpus, gb in MACHINES:
         model = empty_model(name)
         held = bytes_per_gpu(model, gpus)
-        whole, free = held["gathered"], 1e9 * gb - held["rollout"]
-        fit = [rows_that_fit(model.config, length, free) for length in lengths]
+        free = 1e9 * gb - held["rollout"]
         cells = [name, f"{gpus} x {gb}"]
         cells += [f"{held[key] / 1e9:.1f}" for key in ("states", "update", "rollout")]
-        cells += [*map(str, fit), "yes" if update_fits(held, gb) and fit[0] else "no"]
-        cells += [f"{rows_that_fit(model.config, longer, 1e9 * gb - whole, top_p=0.9)}"]
-        cells += [f"{2 * whole / 1e9:.1f}, {whole / 1e9:.1f}"]  # float32, bfloat16
-        cells += [f"{6 * whole * (training.keep_last + 1) / 1e9:.0f}"]
-        rows.append(cells)
+        rows.append(cells + [f"{rows_that_fit(model.config, n, free)}" for n in lengths])
     return markdown(heading, rows)
 
 
@@ -191,17 +179,16 @@ CARDS = {
     "H20": Card(96, 148e12, 4.0e12),
 }
 RUNS = {  # files in recipes/
-    "paper-1.7b": [(1, "H100"), (8, "H100"), (64, "H100"), (64, "H20")],
+    "paper-1.7b": [(8, "H100"), (64, "H100"), (64, "H20")],
     "qwen3-0.6b-one-24gb": [(1, "RTX 4090")],
     "qwen3-1.7b-one-80gb": [(1, "A100"), (1, "H100"), (1, "H200")],
     "qwen3-8b-eight-80gb": [(8, "A100"), (8, "H100"), (8, "H200")],
 }
-TABLES = [("1.7B", 1), ("1.7B", 8), ("8B", 1), ("8B", 8)]  # eval.py's, on an H100 each
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40}
 PROBLEMS |= {"math500": 500, "minerva": 272, "olympiadbench": 674}
 
 KERNELS = 46, 28  # of a decoding step: beside the layers, and in each; tests/test_bench.py counts
-HOST_SECONDS = (12e-6, 19e-6)  # for the launch of a kernel: a guess, from and to
+HOST_SECONDS = 15e-6  # for the launch of a kernel: a guess
 KERNEL_SECONDS = 2e-6  # of the card, for each kernel beside what it moves: a guess
 # Of a layer's attention for each token of the longest row, where rows are few: an estimate. With a
 # mask one block of threads walks along all keys of a row and head.
@@ -210,11 +197,11 @@ PROMPT = 200  # tokens
 SHARE = 0.4  # of a card's peak, in token statistics and in updates
 TRAINED_RIGHT = 0.5  # share of a mini-batch's responses whose statistics are read again
 COSTS = """\
-Time is counted, not measured. Assumed are 12 to 19 microseconds to launch a kernel (a guess, and
-the reason for each range), the card's published bandwidth, 40 % of its bfloat16 peak in statistics
-and updates, and log-normal response lengths: the median is a fifth of --max_new_tokens, sigma is 1.
-The hours of a run hold its evaluations, but no grading, communication or checkpoints."""
-EVALUATIONS = "eval.py's whole table, six benchmarks under two decodings, by the same assumptions:"
+Time is counted, not measured. Assumed are 15 microseconds to launch a kernel, the card's published
+bandwidth, 40 % of its bfloat16 peak in statistics and updates, and log-normal response lengths: the
+median is a fifth of --max_new_tokens, sigma is 1. Launches are a guess and decide most: 12 or 19
+microseconds make sampling up to a fifth shorter or up to 27 % longer. The hours of a run hold its
+evaluations, but no grading, communication or checkpoints."""
 
 
 def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
@@ -247,20 +234,11 @@ def rollout_steps(lengths: list[int], slots: int) -> torch.Tensor:
     return torch.tensor(steps).view(-1, 2)
 
 
-@functools.cache
-def steps_of_ranks(count: int, max_new_tokens: int, slots: int, gpus: int) -> list[torch.Tensor]:
-    """rollout_steps of each rank's share of so many responses."""
-    lengths = response_lengths(count, max_new_tokens)
-    return [rollout_steps(lengths[rank::gpus], slots) for rank in range(gpus)]
-
-
-def step_seconds(
-    model: Qwen3ForCausalLM, card: Card, host: float, steps: torch.Tensor
-) -> torch.Tensor:
+def step_seconds(model: Qwen3ForCausalLM, card: Card, steps: torch.Tensor) -> torch.Tensor:
     """What decoding steps take, (N,): as long as the slower one of host and card.
 
     steps (N, 2): the rows and the tokens of the longest; all rows are read as if as long. The host
-    launches each kernel in `host` seconds. The card reads weights, keys and values.
+    launches each kernel. The card reads weights, keys and values.
     """
     rows, longest = steps.double().unbind(1)
     layers = model.config.num_hidden_layers
@@ -268,16 +246,15 @@ def step_seconds(
     cache = rows * longest * cache_bytes(model.config) / card.bandwidth
     attention = torch.maximum(cache, layers * longest * ATTENTION_SECONDS)
     fixed = kernels * KERNEL_SECONDS + 2 * parameters(model) / card.bandwidth
-    return (fixed + attention).clamp(min=kernels * host)
+    return (fixed + attention).clamp(min=kernels * HOST_SECONDS)
 
 
-def sampling_time(
-    model: Qwen3ForCausalLM, card: Card, host: float, ranks: list[torch.Tensor]
-) -> tuple[float, int]:
-    """Seconds and decoding steps of the slowest rank; ranks: the rollout_steps of each."""
-    each = [(step_seconds(model, card, host, steps).sum(), len(steps)) for steps in ranks]
-    seconds, looks = max(each)
-    return CHECK_EVERY * float(seconds), CHECK_EVERY * looks
+def sampling_seconds(
+    model: Qwen3ForCausalLM, card: Card, lengths: list[int], rows: int, gpus: int
+) -> float:
+    """Of the slowest GPU; each takes its share of the responses and decodes `rows` at a time."""
+    shares = [rollout_steps(lengths[rank::gpus], rows) for rank in range(gpus)]
+    return CHECK_EVERY * max(float(step_seconds(model, card, steps).sum()) for steps in shares)
 
 
 def evaluation_size(names: list[str], limit: int = 0, samples: int = 0) -> int:
@@ -286,40 +263,37 @@ def evaluation_size(names: list[str], limit: int = 0, samples: int = 0) -> int:
     return sum(min(PROBLEMS[n], limit or PROBLEMS[n]) * (samples or own[n]) for n in names)
 
 
-def cost(
-    cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card, host: float
-) -> dict[str, float]:
-    """Of a run. host: seconds of a launch. Raises ValueError where it does not fit on the cards.
+def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> dict[str, float]:
+    """Of a run; raises ValueError where it does not fit on the cards.
 
-    Of a step `seconds`, of which sampling, statistics and update; decoding_steps; `tokens` of a
-    response on average; `rows` decoded at a time on each GPU. Of an evaluation `evaluated`, which
-    is its responses, and `evaluation`, its seconds. Of the whole run `hours`.
+    Of a step `seconds`, of which sampling, statistics and update; `tokens` of a response on
+    average; `rows` decoded at a time on each GPU. Of an evaluation `evaluated`, which is its
+    responses, and `evaluation`, its seconds. Of the whole run `hours`.
     """
     held = bytes_per_gpu(model, gpus, cfg.tokens_per_micro_batch)
     longest = cfg.max_prompt_tokens + cfg.max_new_tokens
     free = 1e9 * card.gb - held["rollout"]
     rows = rows_that_fit(model.config, longest, free, cfg.rollout_batch_size)
-    if rows == 0 or not update_fits(held, card.gb):
+    # A twentieth is left to CUDA itself and to gaps between the allocator's blocks.
+    if rows == 0 or held["update"] > 0.95e9 * card.gb:
         raise ValueError(f"{cfg.model} does not fit on {gpus} x {card.gb} GB")
     count = cfg.batch_size * cfg.group_size
+    lengths = response_lengths(count, cfg.max_new_tokens)
     found = {"rows": min(rows, math.ceil(count / gpus)), "evaluated": 0, "evaluation": 0.0}
-    ranks = steps_of_ranks(count, cfg.max_new_tokens, rows, gpus)
-    found["sampling"], found["decoding_steps"] = sampling_time(model, card, host, ranks)
+    found["sampling"] = sampling_seconds(model, card, lengths, rows, gpus)
     # Operations for each parameter and token: 2 in the statistics, 8 in an update. Every mini-batch
     # but the first has a statistics pass before. No group has A = 0.
-    tokens = sum(response_lengths(count, cfg.max_new_tokens))
-    operations = 2 * parameters(model) * (tokens + PROMPT * count)
-    found["tokens"] = tokens / count
+    operations = 2 * parameters(model) * (sum(lengths) + PROMPT * count)
+    found["tokens"] = sum(lengths) / count
     found["statistics"] = operations / (SHARE * card.flops * gpus)
     passes = TRAINED_RIGHT * (1 - cfg.mini_batch_size / cfg.batch_size)
     found["update"] = (8 / 2 + passes) * found["statistics"]
     found["seconds"] = found["sampling"] + found["statistics"] + found["update"]
     seconds = cfg.steps * found["seconds"]
     if cfg.eval_every:  # before step 1, and then every so many steps
-        evaluated = evaluation_size(cfg.eval_benchmarks, cfg.eval_limit, cfg.eval_samples)
-        ranks = steps_of_ranks(evaluated, cfg.max_new_tokens, rows, gpus)
-        found["evaluated"] = evaluated
-        found["evaluation"], _ = sampling_time(model, card, host, ranks)
+        found["evaluated"] = evaluation_size(cfg.eval_benchmarks, cfg.eval_limit, cfg.eval_samples)
+        lengths = response_lengths(found["evaluated"], cfg.max_new_tokens)
+        found["evaluation"] = sampling_seconds(model, card, lengths, rows, gpus)
         seconds += (cfg.steps // cfg.eval_every + 1) * found["evaluation"]
     return found | {"hours": seconds / 3600}
 
@@ -330,64 +304,45 @@ def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
     return cfg, empty_model(re.search(r"Qwen3-([\d.]+B)", cfg.model)[1])
 
 
-def span(low: float, high: float, digits: int = 1) -> str:
-    """A range as text; one number where both print alike."""
-    low, high = f"{low:,.{digits}f}", f"{high:,.{digits}f}"
-    return low if low == high else f"{low} to {high}"
-
-
 def costs_table() -> str:
     heading = (
-        "run | GPUs | responses x mean tokens | rows | decoding steps | minutes a step: sampling + "
-        "statistics + update | steps | an evaluation: responses, minutes | hours of the run | GB "
-        "to download | GB on disk"
+        "run | GPUs | responses x mean tokens | rows | minutes a step: sampling + statistics + "
+        "update | steps | an evaluation: responses, minutes | hours of the run"
     )
     rows = []
     for run, machines in RUNS.items():
         cfg, model = load_run(run)
-        count, weights = cfg.batch_size * cfg.group_size, 2e-9 * parameters(model)
         for gpus, card in machines:
-            found = [cost(cfg, model, gpus, CARDS[card], host) for host in HOST_SECONDS]
-            low = found[0]
-            sampling, minutes, evaluation_minutes = (
-                span(*(each[key] / 60 for each in found))
-                for key in ("sampling", "seconds", "evaluation")
-            )
-            passes = f"{low['statistics'] / 60:.1f} + {low['update'] / 60:.1f}"
-            hours = [each["hours"] for each in found]
-            cells = [run, f"{gpus} x {card}", f"{count:,} x {low['tokens']:,.0f}"]
-            cells += [f"{low['rows']}", f"{low['decoding_steps']:,}"]
-            cells += [f"{sampling} + {passes} = {minutes}", f"{cfg.steps:,}"]
-            evaluated = f"{low['evaluated']:,}, {evaluation_minutes}"
-            cells += [evaluated if low["evaluated"] else "none"]
-            cells += [span(*hours, digits=0 if max(hours) > 100 else 1), f"{weights:.1f}"]
-            rows.append([*cells, f"{weights * (1 + 6 * (cfg.keep_last + 1)):.0f}"])
+            found = cost(cfg, model, gpus, CARDS[card])
+            minutes = {key: f"{seconds / 60:.1f}" for key, seconds in found.items()}
+            passes = f"{minutes['sampling']} + {minutes['statistics']} + {minutes['update']}"
+            evaluations = f"{found['evaluated']:,}, {minutes['evaluation']}"
+            cells = [run, f"{gpus} x {card}"]
+            cells += [f"{cfg.batch_size * cfg.group_size:,} x {found['tokens']:,.0f}"]
+            cells += [f"{found['rows']}", f"{passes} = {minutes['seconds']}", f"{cfg.steps:,}"]
+            cells += [evaluations if found["evaluated"] else "none", f"{found['hours']:,.1f}"]
+            rows.append(cells)
     return markdown(heading, rows)
 
 
-def table_hours(name: str, gpus: int, host: float) -> float:
-    """Of eval.py's table on so many H100, both decodings; host: seconds of a launch."""
+def table_hours(name: str, gpus: int) -> float:
+    """Of eval.py's table on so many H100, both decodings."""
     model, card, cfg = empty_model(name), CARDS["H100"], evaluation.Config(model="")
     free = 1e9 * card.gb - 2 * parameters(model)
     longest = stapo.Config.max_prompt_tokens + cfg.max_new_tokens
-    count, seconds = evaluation_size(cfg.benchmarks), 0.0
+    lengths = response_lengths(evaluation_size(cfg.benchmarks), cfg.max_new_tokens)
+    seconds = 0.0
     for _, top_p in evaluation.parse_decodings(cfg.decoding).values():
         rows = rows_that_fit(model.config, longest, free, cfg.rollout_batch_size, top_p)
-        ranks = steps_of_ranks(count, cfg.max_new_tokens, rows, gpus)
-        seconds += sampling_time(model, card, host, ranks)[0]
+        seconds += sampling_seconds(model, card, lengths, rows, gpus)
     return seconds / 3600
 
 
-def evaluations_table() -> str:
-    cfg, rows = evaluation.Config(model=""), []
-    count = evaluation_size(cfg.benchmarks)
-    tokens = sum(response_lengths(count, cfg.max_new_tokens)) / count
-    for name, gpus in TABLES:
-        hours = span(*(table_hours(name, gpus, host) for host in HOST_SECONDS))
-        rows.append([name, f"{gpus} x H100", f"{2 * count:,} x {tokens:,.0f}", hours])
-    return markdown("model | GPUs | responses x mean tokens | hours", rows)
+def table_costs() -> str:
+    hours = [f"{table_hours(name, gpus):.1f}" for name in ("1.7B", "8B") for gpus in (1, 8)]
+    text = "eval.py's whole table takes {} hours at 1.7B on one H100, {} on eight; at 8B {} and {}."
+    return text.format(*hours)
 
 
 if __name__ == "__main__":
-    print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n")
-    print(f"{EVALUATIONS}\n\n{evaluations_table()}")
+    print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{table_costs()}")

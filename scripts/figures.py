@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -139,6 +140,13 @@ def read_dump(path: Path) -> dict:
         raise ValueError(f"{path} is torn or no dump of stapo.py: {error!r}") from error
 
 
+def short(value: Any, others: list) -> str:
+    """A path without its folders, unless that makes two of the others look alike."""
+    names = {str(other).rpartition("/")[2] for other in others}
+    alike = len(names) < len({str(other) for other in others})
+    return str(value) if alike else str(value).rpartition("/")[2]
+
+
 def group_runs(paths: list[Path], window: int) -> list[Group]:
     """Reads the runs and puts seeds together; a label names the flags in which groups differ."""
     by_flags: dict[str, list[Path]] = {}
@@ -155,8 +163,9 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
     for flags, members in sorted(runs, key=lambda run: names.index(run[0]["method"])):
         name, colour = METHODS.get(flags["method"], (flags["method"], "#8C8C8C"))
         rivals = [other for other in all_flags if other["method"] == flags["method"]]
-        differ = [f"{k} {v}" for k, v in flags.items() if any(o.get(k) != v for o in rivals)]
-        label, rank = ", ".join([name, *differ]), rivals.index(flags)
+        differ = [key for key in flags if any(o.get(key) != flags[key] for o in rivals)]
+        settings = [f"{key} {short(flags[key], [o.get(key) for o in rivals])}" for key in differ]
+        label, rank = ", ".join([name, *settings]), rivals.index(flags)
         line = {"color": colour, "linestyle": ("-", "--", "-.", ":")[rank % 4]}
         line["alpha"] = 1 - 0.6 * rank / len(rivals)  # a sweep keeps the hue of its method
         suffix = "_" + re.sub(r"[^a-z0-9.]+", "_", label.lower()) if len(by_flags) > 1 else ""
@@ -219,7 +228,9 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], window: int, out: 
         if metric in ("accuracy", "silenced_fraction"):
             ax.yaxis.set_major_formatter(percent)
     handles = [plt.Line2D([], [], label=group.label, **group.line) for group in groups]
-    fig.legend(handles=handles, loc="outside lower center", ncols=min(4, len(groups)))
+    fits = 120 // max(len(group.label) for group in groups)  # labels side by side
+    ncols = max(1, min(4, len(groups), fits))
+    fig.legend(handles=handles, loc="outside lower center", ncols=ncols)
     save(fig, out / f"{stem}.png")
 
 
@@ -236,7 +247,7 @@ def quadrant_rows(tokens: dict[str, np.ndarray], all_tokens: int) -> list[dict]:
     return rows
 
 
-def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> list[dict]:
+def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> None:
     """quadrants.csv for every dump and for all of them; the latter as markdown, printed too."""
     each = [(dump["step"], dump["tokens"], dump["all_tokens"]) for dump in group.dumps]
     each.append(("all", tokens, sum(dump["all_tokens"] for dump in group.dumps)))
@@ -257,18 +268,16 @@ def write_quadrants(group: Group, tokens: dict[str, np.ndarray], out: Path) -> l
     text += f"Low H: below {splits}, {low:.3g} to {high:.3g} nats.\n"
     (out / f"quadrants{group.suffix}.md").write_text(text, "utf-8")
     print(text)
-    return rows[-4:]
 
 
-def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out: Path) -> None:
-    """Left the gradient norm over the probability, coloured by entropy; right the quadrants."""
+def draw_gradients(group: Group, t: dict[str, np.ndarray], out: Path) -> None:
+    """The gradient norm over the probability, coloured by entropy."""
     parts = np.flatnonzero(~t["low_p"]), np.flatnonzero(t["low_p"])  # the rare ones on top
     index = np.concatenate([part[:: math.ceil(len(part) / MAX_DRAWN) or 1] for part in parts])
     t = {key: values[index] for key, values in t.items()}
     points = [dict(zip(t, row)) for row in zip(*t.values())]
     write_csv(out / f"gradients{group.suffix}.csv", points)
-    options = {"figsize": (11, 4.5), "width_ratios": [2, 1], "layout": "constrained"}
-    fig, (ax, grid) = plt.subplots(1, 2, **options)
+    fig, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
     p, tau_p, spurious = np.maximum(t["p"], 1e-12), group.dumps[0]["tau_p"], t["low_p"] & t["low_h"]
     halo = {"color": "#D55E00", "s": 26, "linewidths": 0, "label": "S2T's region: p < τp, H < τh"}
     ax.scatter(p[spurious], t["norm"][spurious], **halo)
@@ -278,16 +287,6 @@ def draw_gradients(group: Group, t: dict[str, np.ndarray], rows: list[dict], out
     ax.set(xscale="log", xlabel="token probability p", ylabel="gradient norm |A| √(1 − 2p + Σπ²)")
     ax.set_title(f"{group.label}: tokens with A > 0")
     fig.legend(loc="outside lower left", ncols=2)
-    norms = np.array([row["mean_gradient_norm"] for row in rows]).reshape(2, 2).T[::-1]
-    grid.imshow(norms, cmap="Oranges", vmin=0, vmax=1.6 * np.nanmax(norms) or 1, aspect="auto")
-    for i, row in enumerate(rows):  # low p left, low H below
-        text = f"{row['tokens']:.0f} tokens\n{percent(row['share'])}\n"
-        text += f"mean norm {row['mean_gradient_norm']:.3f}"
-        grid.text(i // 2, 1 - i % 2, text, ha="center", va="center")
-    grid.set_xticks([0, 1], ["p < τp", "p ≥ τp"])
-    grid.set_yticks([0, 1], ["H ≥ τh", "H < τh"])
-    grid.set_title("shade: mean gradient norm")
-    grid.grid(visible=False)
     save(fig, out / f"gradients{group.suffix}.png")
 
 
@@ -325,7 +324,8 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
             continue
         keys = group.dumps[0]["tokens"]
         tokens = {key: np.concatenate([d["tokens"][key] for d in group.dumps]) for key in keys}
-        draw_gradients(group, tokens, write_quadrants(group, tokens, out), out)
+        write_quadrants(group, tokens, out)
+        draw_gradients(group, tokens, out)
         draw_frequent(group, out)
         write_page(out / f"responses{group.suffix}.html", group.label, group.dumps)
     print(f"figures in {out}")

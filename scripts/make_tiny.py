@@ -1,6 +1,7 @@
 """Make the tiny base model that the tests and the README's first command train.
 
     python scripts/make_tiny.py --output tests/tiny
+    python stapo.py @tests/tiny/args --lr 0 --steps 1 --dump_every 1    # shows what came out
 
 A Qwen3 of a third of a million parameters is pre-trained on sums like `Q: 7+12-5=?`. What comes out
 can work step by step and seldom does, so that reinforcement learning has something to bring out.
@@ -36,8 +37,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from reward import is_correct
-from rollout import encode_prompt, pad_batch, sample, token_stats
+from rollout import encode_prompt
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 OPENINGS = {"First": 8, "Let": 3, "Start": 2, "Well": 1}  # word: how often
@@ -209,31 +209,6 @@ def pretrain(
         model.lm_head.weight[sorted(absent)] *= 8
 
 
-@torch.no_grad()
-def report(model, tokenizer, rows: list[dict[str, str]], samples: int) -> None:
-    """Print what reinforcement learning will start from, on the held-out problems."""
-    prompts = [encode_prompt(tokenizer, row["problem"], "") for row in rows]
-    options = {"max_new_tokens": 80, "batch_size": 512}
-    greedy = sample(model, tokenizer, prompts, temperature=0, **options)
-    sampled = sample(model, tokenizer, prompts * samples, progress="sampling", **options)
-    golds = [row["answer"] for row in rows]
-    hits = sum(map(is_correct, (r.text for r in greedy), golds))
-    right = [r for i, r in enumerate(sampled) if is_correct(r.text, golds[i % len(golds)])]
-    ids, attention, mask = pad_batch(right)
-    logp, entropy, _ = token_stats(model, ids, attention, mask)
-    low = mask & (logp.exp() < 0.002)
-    special = {tokenizer.pad_token_id, *range(len(tokenizer), model.config.vocab_size)}
-    print(f"parameters          {sum(p.numel() for p in model.parameters()):,}")
-    print(f"sampled accuracy    {len(right) / len(sampled):.1%} of {len(sampled)}")
-    print(f"greedy accuracy     {hits / len(rows):.1%} of {len(rows)}")
-    print(f"response length     {sum(len(r.ids) for r in sampled) / len(sampled):.1f} tokens")
-    print(f"truncated           {sum(r.truncated for r in sampled)}")
-    print(f"pad or id outside   {sum(not special.isdisjoint(r.ids) for r in sampled)} responses")
-    print(f"tokens in right     {mask.sum():,}, mean entropy {entropy[mask].mean():.3f} nats")
-    print(f"p < 0.002 in right  {low.sum() / mask.sum():.2%}, entropy quartiles", end=" ")
-    print([round(h, 3) for h in entropy[low].quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
@@ -255,7 +230,6 @@ def main() -> None:
     for name, part in (("test", rows[:256]), ("train", rows[256:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (args.output / f"{name}.jsonl").write_text(lines)
-    report(model, tokenizer, rows[:256], samples=4)
 
 
 if __name__ == "__main__":

@@ -100,23 +100,22 @@ def test_counted_tables_are_what_the_script_prints():
     """docs/training.md has both tables of scripts/costs.py as they are printed."""
     page = text_of("training.md")
     assert costs.memory_table() in page and costs.costs_table() in page
-    assert costs.MEMORY in page and costs.COSTS in page
-    assert f"{costs.EVALUATIONS}\n\n{costs.evaluations_table()}" in page
-    run, card = costs.load_run("paper-1.7b"), costs.CARDS["H20"]
-    hours = [64 * costs.cost(*run, 64, card, host)["seconds"] / 3600 for host in costs.HOST_SECONDS]
-    assert f"On the paper's 64 H20 this makes {costs.span(*hours)} GPU-hours a step" in page
+    assert costs.MEMORY in page and costs.COSTS in page and costs.table_costs() in page
+    hours = 64 * costs.cost(*costs.load_run("paper-1.7b"), 64, costs.CARDS["H20"])["seconds"] / 3600
+    assert f"On the paper's 64 H20 this makes {hours:.1f} GPU-hours a step" in page
 
 
-def test_the_hours_of_a_run_hold_its_evaluations():
+def test_the_hours_of_a_run_hold_its_evaluations(monkeypatch):
     """At 75 rows and 20 ms a step, 376 responses take at least their tokens' share of the steps."""
     cfg, model = costs.load_run("qwen3-1.7b-one-80gb")
-    host = 0.020 / (costs.KERNELS[0] + costs.KERNELS[1] * 28)
-    found = costs.cost(cfg, model, 1, costs.CARDS["H100"], host)
+    kernels = costs.KERNELS[0] + costs.KERNELS[1] * 28
+    monkeypatch.setattr(costs, "HOST_SECONDS", 0.020 / kernels)
+    found = costs.cost(cfg, model, 1, costs.CARDS["H100"])
     assert found["evaluated"] == 4 * (30 + 64)
     lengths = costs.log_normal_lengths(376, 4096 / 5, 4096, sigma=1.0)
     least = sum(lengths) / 75 * 0.020
     assert least < found["evaluation"] < least + 4096 * 0.020
-    without = costs.cost(replace(cfg, eval_every=0), model, 1, costs.CARDS["H100"], host)
+    without = costs.cost(replace(cfg, eval_every=0), model, 1, costs.CARDS["H100"])
     assert (without["evaluated"], without["evaluation"]) == (0, 0)
     extra = found["hours"] - without["hours"]
     assert extra == pytest.approx(3 * found["evaluation"] / 3600)  # before step 1, after 40 and 80
@@ -156,13 +155,12 @@ def test_the_size_of_the_evaluation():
     assert f"{len(evaluation.DECODINGS) * sum(each.values()):,}" == "17,968"
     page = text_of("training.md").replace("\n", " ")
     assert "17,968 responses" in page and costs.PROBLEMS == problems and each["aime24"] == 960
-    hours = [costs.table_hours("1.7B", gpus, 12e-6) for gpus in (1, 8)]
+    hours = [costs.table_hours("1.7B", gpus) for gpus in (1, 8)]
     assert f"{hours[0]:.0f} hours at 1.7B on one H100 and {hours[1]:.1f} on eight" in page
-    run, card = costs.load_run("qwen3-1.7b-one-80gb"), costs.CARDS["H100"]
-    found = [costs.cost(*run, 1, card, host) for host in costs.HOST_SECONDS]
-    minutes = costs.span(*(each["evaluation"] / 60 for each in found))
-    takes = f"takes the recipe for one 80 GB GPU {minutes} minutes (counted, on an H100)"
-    assert f"are {found[0]['evaluated']}, which {takes}" in page
+    found = costs.cost(*costs.load_run("qwen3-1.7b-one-80gb"), 1, costs.CARDS["H100"])
+    minutes = found["evaluation"] / 60
+    takes = f"takes the recipe for one 80 GB GPU {minutes:.1f} minutes (counted, on an H100)"
+    assert f"are {found['evaluated']}, which {takes}" in page
 
 
 def test_the_minutes_of_a_quick_evaluation():
@@ -171,10 +169,9 @@ def test_the_minutes_of_a_quick_evaluation():
     assert f"quick=({flags})" in page
     free = 1e9 * card.gb - 2 * costs.parameters(model)
     rows = costs.rows_that_fit(model.config, 1024 + 4096, free)
-    count = costs.evaluation_size(["math500"], samples=1)
-    ranks = costs.steps_of_ranks(count, 4096, rows, gpus=1)
-    times = [costs.sampling_time(model, card, host, ranks)[0] / 60 for host in costs.HOST_SECONDS]
-    minutes = f"{count} problems, {costs.span(*times)} minutes each on one H100 (counted"
+    lengths = costs.response_lengths(costs.evaluation_size(["math500"], samples=1), 4096)
+    seconds = costs.sampling_seconds(model, card, lengths, rows, gpus=1)
+    minutes = f"500 problems, {seconds / 60:.1f} minutes each on one H100 (counted"
     assert minutes in " ".join(page.split())
 
 
@@ -210,7 +207,7 @@ def test_a_recipe_says_what_it_does(path):
     for step in map(int, re.findall(r"step_(\d{6})", text)):
         assert step == cfg.steps
     if cfg.eval_every:
-        count = costs.cost(*costs.load_run(path.name), 8, costs.CARDS["H200"], 12e-6)["evaluated"]
+        count = costs.cost(*costs.load_run(path.name), 8, costs.CARDS["H200"])["evaluated"]
         numbers = {2: "two", 3: "three", 4: "four", 5: "five"}
         evaluations = f"{numbers[cfg.steps // cfg.eval_every + 1]} evaluations of {count}:"
         assert evaluations in text and f"{count} responses" in text

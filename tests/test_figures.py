@@ -277,6 +277,14 @@ def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
         assert file in message or file == "config.json"  # then the directory is no run's
 
 
+def test_labels_leave_folders_out_unless_two_runs_would_look_alike():
+    paths = ["", "/a/own.py:f", "/b/own.py:g"]
+    assert [figures.short(path, paths) for path in paths] == ["", "own.py:f", "own.py:g"]
+    paths = ["run-1/checkpoints/step_9", "run-2/checkpoints/step_9"]
+    assert [figures.short(path, paths) for path in paths] == paths
+    assert figures.short(0.002, [0.002, 0.01]) == "0.002"
+
+
 def test_figures_imports_nothing_of_the_project():
     imports = []
     for name in ("figures.py", "responses.py"):
