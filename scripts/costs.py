@@ -320,9 +320,13 @@ def costs_table() -> str:
             cells = [run, f"{gpus} x {card}"]
             cells += [f"{cfg.batch_size * cfg.group_size:,} x {found['tokens']:,.0f}"]
             cells += [f"{found['rows']}", f"{passes} = {minutes['seconds']}", f"{cfg.steps:,}"]
-            cells += [evaluations if found["evaluated"] else "none", f"{found['hours']:,.1f}"]
+            cells += [evaluations if found["evaluated"] else "none", hours_in_words(found["hours"])]
             rows.append(cells)
     return markdown(heading, rows)
+
+
+def hours_in_words(hours: float) -> str:
+    return f"{hours:,.0f}" if hours > 100 else f"{hours:.1f}"
 
 
 def table_hours(name: str, gpus: int) -> float:

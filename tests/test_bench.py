@@ -266,7 +266,7 @@ def test_recipes_say_what_is_counted():
             keys["an evaluation"] = ("evaluation", 60)
         for words, (key, unit) in keys.items():
             said = re.findall(rf"([\d,.]+) {words}", text)
-            assert said and set(said) <= {f"{each[key] / unit:,.1f}" for each in found}, run
+            assert said and set(said) <= {costs.hours_in_words(each[key] / unit) for each in found}, run
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none is here")
