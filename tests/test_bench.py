@@ -266,7 +266,8 @@ def test_recipes_say_what_is_counted():
             keys["an evaluation"] = ("evaluation", 60)
         for words, (key, unit) in keys.items():
             said = re.findall(rf"([\d,.]+) {words}", text)
-            assert said and set(said) <= {costs.hours_in_words(each[key] / unit) for each in found}, run
+            counted = {costs.hours_in_words(each[key] / unit) for each in found}
+            assert said and set(said) <= counted, run
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: none is here")
