@@ -1,10 +1,11 @@
-"""How far the work has come: bars on a terminal, plain lines where stderr is a file.
+"""How far the work has come: a line for each training step, and within a step bars or lines.
 
-A log file keeps every refresh of a bar, so it gets none: a line for each training step, and for a
-phase of more than a minute a line a minute. Ranks other than 0 say nothing.
+A log file keeps every refresh of a bar, so where stderr is a file, a phase of more than a minute
+has a line a minute in its place. Ranks other than 0 say nothing.
 """
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -46,8 +47,9 @@ class Lines(contextlib.AbstractContextManager):
 
 def bar(total: int, name: str | None) -> "tqdm | Lines":
     """Progress over `total` items; None as a name is silence. It leaves no trace on a terminal."""
-    if name is None or rank() > 0 or on_terminal():
-        return tqdm(total=total, desc=name, leave=False, disable=name is None or rank() > 0)
+    silent = name is None or rank() > 0
+    if silent or on_terminal():
+        return tqdm(total=total, desc=name, leave=False, disable=silent)
     return Lines(total, name)
 
 
@@ -60,26 +62,17 @@ def track(items: list, name: str) -> Iterator:
 
 
 class Steps:
-    """What a run tells its reader: of each step a few numbers, of some steps a response.
+    """What a run tells its reader: of each step a few numbers, of some steps a response."""
 
-    The numbers stand on a bar that stays, or are a line of a log.
-    """
-
-    def __init__(self, total: int, done: int, name: str) -> None:
+    def __init__(self, total: int) -> None:
         self.total, self.warned = total, False
-        silent = rank() > 0 or not on_terminal()
-        self.bar = tqdm(total=total, initial=done, desc=name, disable=silent, dynamic_ncols=True)
 
     def done(self, line: dict, sample: dict) -> None:
         """A step is whole: its metrics, and a response as samples.jsonl has it."""
-        step = line["step"]
+        step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
         text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
         text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update()
-        if not on_terminal():
-            seconds = line["rollout_seconds"] + line["update_seconds"]
-            warn(f"step {step} of {self.total}: {text}, {seconds:.1f} s")
+        warn(f"step {step} of {self.total}: {text}, {seconds:.1f} s")
         # Steps 1, 2, 4, 8, ... and the last: most changes early, and a long run shows few.
         if step & (step - 1) == 0 or step == self.total:
             say(response_in_words(sample, step))
@@ -89,17 +82,16 @@ class Steps:
 
     def show_scores(self, step: int, scores: dict[str, dict]) -> None:
         """An evaluation is whole."""
-        found = ", ".join(f"{name} {with_error(score)}" for name, score in scores.items())
-        warn(f"evaluation after step {step}: {found}")
+        warn(scores_in_words(step, scores))
 
     def close(self, lines: list[dict], folder: str, training: bool, unevaluated: bool) -> None:
         """Say what the run did, from the lines of metrics.jsonl, and what to do next.
 
-        unevaluated: the last step is to be evaluated, and a stop came before.
+        unevaluated: an evaluation is due after the last step, and a stop came before its end.
         """
-        self.bar.close()
-        for text in first_and_last_scores([line for line in lines if line.get("eval")]):
-            say(text)
+        evaluations = [line for line in lines if line.get("eval")]
+        for line in evaluations[:1] + evaluations[1:][-1:]:
+            say(scores_in_words(line["step"], line["eval"]))
         lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
         if not lines:
             say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
@@ -112,12 +104,9 @@ class Steps:
         else:
             silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
             say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
-        if last["step"] < self.total:
+        if last["step"] < self.total or unevaluated:
             again = f"; continue with: python stapo.py --resume {folder}" if training else ""
             say(f"stopped after step {last['step']} of {self.total}{again}")
-        elif unevaluated and training:
-            again = f"python stapo.py --resume {folder}"
-            say(f"the evaluation after step {last['step']} is not whole; continue with: {again}")
         say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 
@@ -134,25 +123,12 @@ def with_error(score: dict, digits: int = 1) -> str:
     return f"{score['mean']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def sizes(line: dict, name: str) -> tuple[int, int] | None:
-    """Problems and samples of a benchmark in an evaluation, which a resumed run may change."""
-    score = line["eval"].get(name)
-    return score and (score["problems"], score["samples"])
-
-
-def first_and_last_scores(evaluations: list[dict]) -> Iterator[str]:
-    """A line for each benchmark of the last evaluation, which begins `aime24: 3.1 -> 5.4 ± 1.9`."""
-    last = evaluations[-1] if evaluations else {"eval": {}}
-    for name, score in last["eval"].items():
-        first = next(
-            line for line in evaluations if sizes(line, name) == sizes(evaluations[-1], name)
-        )
-        steps, text = f"step {last['step']}", f"{name}: "
-        if first is not last:
-            text += f"{first['eval'][name]['mean']:.1f} -> "
-            steps = f"steps {first['step']} and {last['step']}"
-        about = f"percent, after {steps}; ± is the standard error over {score['problems']} problems"
-        yield f"{text}{with_error(score)} ({about})"
+def scores_in_words(step: int, scores: dict[str, dict]) -> str:
+    """An evaluation in one line; how many problems it had, a resumed run may change."""
+    parts = []
+    for name, score in scores.items():
+        parts.append(f"{name} {with_error(score)} ({score['problems']} problems)")
+    return f"evaluation after step {step}, in percent ± standard error: {', '.join(parts)}"
 
 
 def response_in_words(sample: dict, step: int) -> str:
@@ -181,11 +157,4 @@ def quiet_libraries() -> None:
     if rank() > 0 or not on_terminal():
         logging.disable_progress_bar()  # transformers
         disable_progress_bars()  # downloads of huggingface_hub
-
-
-def quiet_datasets() -> None:
-    """The same for `datasets`, which is slow to import and so imported where it is needed."""
-    if rank() > 0 or not on_terminal():
-        import datasets
-
-        datasets.disable_progress_bars()
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # `datasets` reads it when imported
