@@ -40,7 +40,7 @@ from support.decoding import CHECK_EVERY, decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
 from support.norms import fuse_norms
 from support.progress import bar as progress_bar
-from support.progress import quiet_datasets, say, track
+from support.progress import say, track
 from support.seeds import mix_seed
 
 # The name that older transformers have works in newer ones.
@@ -211,7 +211,6 @@ def load_problems(
     """
     import datasets  # slow to import, and needed by no other function
 
-    quiet_datasets()
     builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     builder = builders.get(Path(source).suffix)
     if builder and not Path(source).is_file():

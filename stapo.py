@@ -869,7 +869,7 @@ def train(cfg: Config) -> None:
     training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
     if run.checkpoint and training:
         load_optimizer(run.checkpoint, model, optimizer)
-    report = progress.Steps(cfg.steps, run.step, cfg.method)
+    report = progress.Steps(cfg.steps)
     not_finite, reward_error = 0, None
     stop.listen()
     try:
