@@ -12,8 +12,8 @@ bounded.
 
 Right answers that are still refused:
 - identities that hold for integers only, (-1)^n = cos(pi n), or on one branch of a root only;
-- families written with other constants, C_1 for A or pi/6 + 2 pi k beside pi/6 + pi k, and functions
-  of another argument, f(t) = t for f(x) = x;
+- families written with other constants: C_1 for A, or pi/6 + 2 pi k beside pi/6 + pi k;
+- functions of another argument: f(t) = t for f(x) = x;
 - fewer digits than the gold answer has, 41 for 41.8, and another unit, 1 m for 100 cm;
 - units that read as variables or numbers: "5 m" outside \text, \mu\mathrm{m}, 5 ft 6 in, 5° 30';
 - the value of a power by its name, AB^2 = 80: x^2 = 80 would be an equation for x;

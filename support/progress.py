@@ -61,53 +61,48 @@ def track(items: list, name: str) -> Iterator:
             shown.update()
 
 
-class Steps:
-    """What a run tells its reader: of each step a few numbers, of some steps a response."""
+def report_step(line: dict, sample: dict, total: int) -> None:
+    """A step is whole: a few numbers of its line of metrics.jsonl, and of some steps a response.
 
-    def __init__(self, total: int) -> None:
-        self.total, self.warned = total, False
+    sample: a row of samples.jsonl; total: the steps of the run.
+    """
+    step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
+    text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
+    text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
+    warn(f"step {step} of {total}: {text}, {seconds:.1f} s")
+    # Steps 1, 2, 4, 8, ... and the last: most changes early, and a long run shows few.
+    if step & (step - 1) == 0 or step == total:
+        say(response_in_words(sample, step))
+    if abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005:
+        warn(SAMPLING_WARNING.format(**line))
 
-    def done(self, line: dict, sample: dict) -> None:
-        """A step is whole: its metrics, and a response as samples.jsonl has it."""
-        step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
-        text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
-        text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
-        warn(f"step {step} of {self.total}: {text}, {seconds:.1f} s")
-        # Steps 1, 2, 4, 8, ... and the last: most changes early, and a long run shows few.
-        if step & (step - 1) == 0 or step == self.total:
-            say(response_in_words(sample, step))
-        if not self.warned and abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005:
-            self.warned = True
-            warn(SAMPLING_WARNING.format(**line))
 
-    def show_scores(self, step: int, scores: dict[str, dict]) -> None:
-        """An evaluation is whole."""
-        warn(scores_in_words(step, scores))
+def report_run(
+    lines: list[dict], total: int, folder: str, training: bool, unevaluated: bool
+) -> None:
+    """Say what a run did, from the lines of metrics.jsonl, and what to do next.
 
-    def close(self, lines: list[dict], folder: str, training: bool, unevaluated: bool) -> None:
-        """Say what the run did, from the lines of metrics.jsonl, and what to do next.
-
-        unevaluated: an evaluation is due after the last step, and a stop came before its end.
-        """
-        evaluations = [line for line in lines if line.get("eval")]
-        for line in evaluations[:1] + evaluations[1:][-1:]:
+    unevaluated: an evaluation is due after the last step, and a stop came before its end.
+    """
+    for line in lines:
+        if line.get("eval"):
             say(scores_in_words(line["step"], line["eval"]))
-        lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
-        if not lines:
-            say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
-            return
-        first, last = lines[0], lines[-1]
-        if training:
-            text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
-            text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
-            say(f"{text}(steps {first['step']} and {last['step']})")
-        else:
-            silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
-            say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
-        if last["step"] < self.total or unevaluated:
-            again = f"; continue with: python stapo.py --resume {folder}" if training else ""
-            say(f"stopped after step {last['step']} of {self.total}{again}")
-        say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
+    lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
+    if not lines:
+        say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
+        return
+    first, last = lines[0], lines[-1]
+    if training:
+        text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
+        text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
+        say(f"{text}(steps {first['step']} and {last['step']})")
+    else:
+        silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
+        say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
+    if last["step"] < total or unevaluated:
+        again = f"; continue with: python stapo.py --resume {folder}" if training else ""
+        say(f"stopped after step {last['step']} of {total}{again}")
+    say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 
 SAMPLING_WARNING = (
