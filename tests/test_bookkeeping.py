@@ -487,7 +487,7 @@ def test_the_end_of_a_run_names_problems_and_what_is_missing(capsys):
     numbers = {"accuracy": 0.5, "response_length": 9.0, "silenced": 1, "tokens": 9}
     steps = [{"step": step} | numbers for step in (1, 2)]
     lines = [evaluation(0, 10.0, 256), steps[0], evaluation(1, 40.0, 64), steps[1]]
-    progress.Steps(2).close(lines, "RUN", True, unevaluated=True)
+    progress.report_run(lines, 2, "RUN", True, unevaluated=True)
     said = capsys.readouterr().out
     assert "after step 0, in percent ± standard error: t 10.0 ± 2.0 (256 problems)\n" in said
     assert "after step 1, in percent ± standard error: t 40.0 ± 2.0 (64 problems)\n" in said

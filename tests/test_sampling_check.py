@@ -56,10 +56,10 @@ def test_a_wrong_sampler_is_loud(tiny_model, tokenizer, wrong):
     assert abs(z) > 6 and abs(gap) > 0.005
 
 
-def test_a_run_warns_once(tmp_path, monkeypatch, capsys):
+def test_a_run_warns_at_every_step(tmp_path, monkeypatch, capsys):
     real = stapo.sample
     monkeypatch.setattr(stapo, "sample", lambda *a, **k: real(*a, **k, temperature=0.5))
     flags = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 2 --batch_size 16
         --mini_batch_size 16 --max_new_tokens 60 --rollout_batch_size 128 --output {tmp_path}/run"""
     stapo.main(flags.split())
-    assert capsys.readouterr().err.count("the sampler does not draw from the policy") == 1
+    assert capsys.readouterr().err.count("the sampler does not draw from the policy") == 2
