@@ -16,14 +16,8 @@ from transformers.utils import logging
 
 from support.distributed import rank
 
-MINUTE = 60  # seconds
 
-
-def on_terminal() -> bool:
-    return sys.stderr.isatty()
-
-
-class Lines(contextlib.AbstractContextManager):
+class Lines:
     """The part of tqdm's interface that this project uses, as one line a minute on stderr."""
 
     def __init__(self, total: int, name: str) -> None:
@@ -33,7 +27,7 @@ class Lines(contextlib.AbstractContextManager):
     def update(self, count: int = 1) -> None:
         self.count += count
         now = time.monotonic()
-        if now - self.spoke >= MINUTE:
+        if now - self.spoke >= 60:
             self.spoke, minutes = now, (now - self.began) / 60
             text = f"{self.name}: {self.count} of {self.total} after {minutes:.0f} min"
             print(text, file=sys.stderr, flush=True)
@@ -41,21 +35,18 @@ class Lines(contextlib.AbstractContextManager):
     def close(self) -> None:
         pass
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
 
 def bar(total: int, name: str | None) -> "tqdm | Lines":
     """Progress over `total` items; None as a name is silence. It leaves no trace on a terminal."""
     silent = name is None or rank() > 0
-    if silent or on_terminal():
+    if silent or sys.stderr.isatty():
         return tqdm(total=total, desc=name, leave=False, disable=silent)
     return Lines(total, name)
 
 
 def track(items: list, name: str) -> Iterator:
     """The items, with a bar."""
-    with bar(len(items), name) as shown:
+    with contextlib.closing(bar(len(items), name)) as shown:
         for item in items:
             yield item
             shown.update()
@@ -149,7 +140,7 @@ def warn(text: str) -> None:
 
 def quiet_libraries() -> None:
     """Where a bar would go to a log file, the libraries that load and download draw none."""
-    if rank() > 0 or not on_terminal():
+    if rank() > 0 or not sys.stderr.isatty():
         logging.disable_progress_bar()  # transformers
         disable_progress_bars()  # downloads of huggingface_hub
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # `datasets` reads it when imported
