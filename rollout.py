@@ -341,7 +341,7 @@ def sample(
         if poll:
             poll()
 
-    with bar, ready_to_generate(model, config):
+    with contextlib.closing(bar), ready_to_generate(model, config):
         if has_full_attention(model):
             loop = functools.partial(decoding_loop, slots=size, seeds=seeds, end=end, poll=look)
             generate(model, prompts, config, custom_generate=loop)
