@@ -343,26 +343,22 @@ class Stopped(BaseException):
 class StopSignal:
     """Ctrl-C and SIGTERM set a flag; the program looks at it where it can leave with nothing lost.
 
-    Launchers and schedulers repeat SIGTERM, torchrun repeats Ctrl-C within moments: the same wish.
-    A Ctrl-C more than two seconds after the first signal stops at once.
+    Launchers and schedulers repeat SIGTERM, torchrun repeats Ctrl-C: the same wish.
     """
 
-    asked, asked_at = False, math.inf  # whether, and the time of the first signal
+    asked = False
 
     def listen(self) -> None:
         """Begin to answer both signals, with no stop asked for yet."""
-        self.asked, self.asked_at = False, math.inf
+        self.asked = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask)
 
-    def ask(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and time.time() - self.asked_at > 2:
-            raise KeyboardInterrupt
-        if not self.asked:
-            self.asked, self.asked_at = True, time.time()
-            if rank() == 0:
-                # Not print: a signal can come amid another write to the same stream.
-                os.write(2, b"\nstopping: what is whole is kept (Ctrl-C again: at once)\n")
+    def ask(self, _number: int, _frame: Any) -> None:
+        if not self.asked and rank() == 0:
+            # Not print: a signal can come amid another write to the same stream.
+            os.write(2, b"\nstopping: what is whole is kept (Ctrl-\\ ends it at once)\n")
+        self.asked = True
 
     def poll(self) -> None:
         """Raise Stopped on this rank alone, inside a block of `together`."""
