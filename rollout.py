@@ -40,7 +40,7 @@ from support.decoding import CHECK_EVERY, decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
 from support.norms import fuse_norms
 from support.progress import bar as progress_bar
-from support.progress import quiet_datasets, say, track
+from support.progress import first_time, say, track
 from support.seeds import mix_seed
 
 # Newer transformers have another name for a method and still know the old one, which all have.
@@ -212,7 +212,6 @@ def load_problems(
     """
     import datasets  # slow to import, and needed by no other function
 
-    quiet_datasets()
     builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     builder = builders.get(Path(source).suffix)
     if builder and not Path(source).is_file():
@@ -338,7 +337,7 @@ def sample(
         if poll:
             poll()
 
-    with bar, ready_to_generate(model, config):
+    with contextlib.closing(bar), ready_to_generate(model, config):
         if has_full_attention(model):
             loop = functools.partial(decoding_loop, slots=size, seeds=seeds, end=end, poll=look)
             generate(model, prompts, config, custom_generate=loop)
@@ -396,7 +395,9 @@ def generate_in_batches(
     `end` gets a batch as a whole. Otherwise a stop would leave its short responses, the long ones
     would be drawn again with another seed, and responses would come out too short.
     """
-    say_once(f"{type(model).__name__} needs a cache of its own: plain generate, in batches")
+    name = type(model).__name__
+    if first_time(name):
+        say(f"{name} needs a cache of its own: plain generate, in batches")
     stops, polls = set(config.eos_token_id), StoppingCriteriaList([Poll(poll)])
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
@@ -478,12 +479,6 @@ def has_full_attention(model: Model) -> bool:
     layers = DynamicCache(config=model.config).layers
     full = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
     return full and hasattr(model.base_model, "rotary_emb")
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """Print a line the first time that it is asked for."""
-    say(line)
 
 
 # ------------------------------------------------------------------------------ token statistics

@@ -849,9 +849,7 @@ def load_task(cfg: Config) -> Task:
     )
 
 
-def evaluate_if_due(
-    run: RunFolder, model: Model, task: Task, report: progress.Steps, cfg: Config
-) -> None:
+def evaluate_if_due(run: RunFolder, model: Model, task: Task, cfg: Config) -> None:
     """Every --eval_every steps, and before the first: a line of scores in metrics.jsonl.
 
     --resume continues one that was broken off: the checkpoint before it has these weights.
@@ -861,7 +859,7 @@ def evaluate_if_due(
         with distributed.gathered(model) as policy:
             scores = evaluation.evaluate(policy, task.tokenizer, task.suite, file, cfg)
         run.end_evaluation(scores)
-        report.show_scores(run.step, scores)
+        progress.warn(progress.scores_in_words(run.step, scores))
 
 
 def train(cfg: Config) -> None:
@@ -877,12 +875,11 @@ def train(cfg: Config) -> None:
     training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
     if run.checkpoint and training:
         load_optimizer(run.checkpoint, model, optimizer)
-    report = progress.Steps(cfg.steps, run.step, cfg.method)
     not_finite, reward_error = 0, None
     stop.listen()
     try:
         for step in itertools.count(run.step + 1):
-            evaluate_if_due(run, model, task, report, cfg)  # what the step before has left
+            evaluate_if_due(run, model, task, cfg)  # what the step before has left
             if step > cfg.steps:
                 break
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
@@ -910,7 +907,7 @@ def train(cfg: Config) -> None:
             line |= update_metrics(counts, updates) | {"lr": lr}
             line |= cost_metrics(line["tokens"], began, collected)
             run.end_step(line, samples[: cfg.log_samples])
-            report.done(line, samples[0])
+            progress.report_step(line, samples[0], cfg.steps)
             if training and run.save_is_due(cfg.save_every, cfg.save_minutes, cfg.eval_every):
                 run.save(model, optimizer, task.tokenizer, cfg.keep_last)
             stop.leave_if_asked()
@@ -922,7 +919,8 @@ def train(cfg: Config) -> None:
         reward_error = error
     if training:
         run.save(model, optimizer, task.tokenizer, cfg.keep_last)
-    report.close(run.lines(), str(run.path), training, run.evaluation_is_due(cfg.eval_every))
+    unevaluated = run.evaluation_is_due(cfg.eval_every)
+    progress.report_run(run.lines(), cfg.steps, str(run.path), training, unevaluated)
     if reward_error:
         raise reward_error
 

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,9 @@ from torch.optim import Optimizer
 from transformers import HfArgumentParser
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils import logging
 
 from support.distributed import all_max, barrier, broadcast, rank, wait_for_rank_0
-from support.errors import InputError
+from support.errors import InputError, first_line
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -76,12 +75,7 @@ class Parser(HfArgumentParser):
         super().error(message)
 
 
-ConfigType = TypeVar("ConfigType")
-
-
-def parse_flags(
-    config: type[ConfigType], description: str, argv: list[str] | None = None
-) -> ConfigType:
+def parse_flags(config: type, description: str, argv: list[str] | None = None) -> Any:
     """A command line, with arguments files in it, as an instance of the dataclass `config`.
 
     With --resume DIR every flag that is not given is the one in DIR/config.json. Raises InputError
@@ -316,7 +310,6 @@ def save_checkpoint(
             head = model.get_output_embeddings()
             if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
                 weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
-            logging.disable_progress_bar()  # transformers': it would break into the steps' bar
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
         barrier()  # the others wait here, however long rank 0 writes
@@ -329,8 +322,7 @@ def save_checkpoint(
             for old in checkpoints(run)[:-keep_last]:
                 shutil.rmtree(old)
     except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{folder} cannot be written: {reason}") from error
+        raise InputError(f"{folder} cannot be written: {first_line(error)}") from error
     barrier()
 
 

@@ -146,14 +146,7 @@ def all_max(value: int) -> int:
 
 def all_cat(values: torch.Tensor) -> torch.Tensor:
     """1-D tensors of any length from every rank, concatenated in rank order."""
-    if not dist.is_initialized():
-        return values
-    counts = all_list(len(values))
-    padded = torch.zeros(max(counts), dtype=values.dtype, device=values.device)
-    padded[: len(values)] = values
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=patient)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    return torch.cat(all_list(values))
 
 
 def broadcast(value: Any) -> Any:

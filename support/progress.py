@@ -1,10 +1,11 @@
-"""How far the work has come: bars on a terminal, plain lines where stderr is a file.
+"""How far the work has come: a line for each training step, and within a step bars or lines.
 
-A log file keeps every refresh of a bar, so it gets none: a line for each training step, and for a
-phase of more than a minute a line a minute. Ranks other than 0 say nothing.
+A log file keeps every refresh of a bar, so where stderr is a file, a phase of more than a minute
+has a line a minute in its place. Ranks other than 0 say nothing.
 """
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,14 +16,8 @@ from transformers.utils import logging
 
 from support.distributed import rank
 
-MINUTE = 60  # seconds
 
-
-def on_terminal() -> bool:
-    return sys.stderr.isatty()
-
-
-class Lines(contextlib.AbstractContextManager):
+class Lines:
     """The part of tqdm's interface that this project uses, as one line a minute on stderr."""
 
     def __init__(self, total: int, name: str) -> None:
@@ -32,7 +27,7 @@ class Lines(contextlib.AbstractContextManager):
     def update(self, count: int = 1) -> None:
         self.count += count
         now = time.monotonic()
-        if now - self.spoke >= MINUTE:
+        if now - self.spoke >= 60:
             self.spoke, minutes = now, (now - self.began) / 60
             text = f"{self.name}: {self.count} of {self.total} after {minutes:.0f} min"
             print(text, file=sys.stderr, flush=True)
@@ -40,85 +35,66 @@ class Lines(contextlib.AbstractContextManager):
     def close(self) -> None:
         pass
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
 
 def bar(total: int, name: str | None) -> "tqdm | Lines":
     """Progress over `total` items; None as a name is silence. It leaves no trace on a terminal."""
-    if name is None or rank() > 0 or on_terminal():
-        return tqdm(total=total, desc=name, leave=False, disable=name is None or rank() > 0)
+    silent = name is None or rank() > 0
+    if silent or sys.stderr.isatty():
+        return tqdm(total=total, desc=name, leave=False, disable=silent)
     return Lines(total, name)
 
 
 def track(items: list, name: str) -> Iterator:
     """The items, with a bar."""
-    with bar(len(items), name) as shown:
+    with contextlib.closing(bar(len(items), name)) as shown:
         for item in items:
             yield item
             shown.update()
 
 
-class Steps:
-    """What a run tells its reader: of each step a few numbers, of some steps a response.
+def report_step(line: dict, sample: dict, total: int) -> None:
+    """A step is whole: a few numbers of its line of metrics.jsonl, and of some steps a response.
 
-    The numbers stand on a bar that stays, or are a line of a log.
+    sample: a row of samples.jsonl; total: the steps of the run.
     """
+    step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
+    text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
+    text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
+    warn(f"step {step} of {total}: {text}, {seconds:.1f} s")
+    # Steps 1, 2, 4, 8, ... and the last: most changes early, and a long run shows few.
+    if step & (step - 1) == 0 or step == total:
+        say(response_in_words(sample, step))
+    wrong = abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005
+    if wrong and first_time("sampling"):
+        warn(SAMPLING_WARNING.format(**line))
 
-    def __init__(self, total: int, done: int, name: str) -> None:
-        self.total, self.warned = total, False
-        silent = rank() > 0 or not on_terminal()
-        self.bar = tqdm(total=total, initial=done, desc=name, disable=silent, dynamic_ncols=True)
 
-    def done(self, line: dict, sample: dict) -> None:
-        """A step is whole: its metrics, and a response as samples.jsonl has it."""
-        step = line["step"]
-        text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
-        text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update()
-        if not on_terminal():
-            seconds = line["rollout_seconds"] + line["update_seconds"]
-            warn(f"step {step} of {self.total}: {text}, {seconds:.1f} s")
-        # Steps 1, 2, 4, 8, ... and the last: most changes early, and a long run shows few.
-        if step & (step - 1) == 0 or step == self.total:
-            say(response_in_words(sample, step))
-        if not self.warned and abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005:
-            self.warned = True
-            warn(SAMPLING_WARNING.format(**line))
+def report_run(
+    lines: list[dict], total: int, folder: str, training: bool, unevaluated: bool
+) -> None:
+    """Say what a run did, from the lines of metrics.jsonl, and what to do next.
 
-    def show_scores(self, step: int, scores: dict[str, dict]) -> None:
-        """An evaluation is whole."""
-        found = ", ".join(f"{name} {with_error(score)}" for name, score in scores.items())
-        warn(f"evaluation after step {step}: {found}")
-
-    def close(self, lines: list[dict], folder: str, training: bool, unevaluated: bool) -> None:
-        """Say what the run did, from the lines of metrics.jsonl, and what to do next.
-
-        unevaluated: the last step is to be evaluated, and a stop came before.
-        """
-        self.bar.close()
-        for text in first_and_last_scores([line for line in lines if line.get("eval")]):
-            say(text)
-        lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
-        if not lines:
-            say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
-            return
-        first, last = lines[0], lines[-1]
-        if training:
-            text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
-            text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
-            say(f"{text}(steps {first['step']} and {last['step']})")
-        else:
-            silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
-            say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
-        if last["step"] < self.total:
-            again = f"; continue with: python stapo.py --resume {folder}" if training else ""
-            say(f"stopped after step {last['step']} of {self.total}{again}")
-        elif unevaluated and training:
-            again = f"python stapo.py --resume {folder}"
-            say(f"the evaluation after step {last['step']} is not whole; continue with: {again}")
-        say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
+    unevaluated: an evaluation is due after the last step, and a stop came before its end.
+    """
+    for line in lines:
+        if line.get("eval"):
+            say(scores_in_words(line["step"], line["eval"]))
+    lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
+    if not lines:
+        say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
+        return
+    first, last = lines[0], lines[-1]
+    if training:
+        text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
+        text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
+        say(f"{text}(steps {first['step']} and {last['step']})")
+    else:
+        silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
+        say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
+    if last["step"] < total or unevaluated:
+        again = f"; continue with: python stapo.py --resume {folder}" if training else ""
+        say(f"stopped after step {last['step']} of {total}{again}")
+    say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 
 SAMPLING_WARNING = (
@@ -134,25 +110,12 @@ def with_error(score: dict, digits: int = 1) -> str:
     return f"{score['mean']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def sizes(line: dict, name: str) -> tuple[int, int] | None:
-    """Problems and samples of a benchmark in an evaluation, which a resumed run may change."""
-    score = line["eval"].get(name)
-    return score and (score["problems"], score["samples"])
-
-
-def first_and_last_scores(evaluations: list[dict]) -> Iterator[str]:
-    """A line for each benchmark of the last evaluation, which begins `aime24: 3.1 -> 5.4 ± 1.9`."""
-    last = evaluations[-1] if evaluations else {"eval": {}}
-    for name, score in last["eval"].items():
-        first = next(
-            line for line in evaluations if sizes(line, name) == sizes(evaluations[-1], name)
-        )
-        steps, text = f"step {last['step']}", f"{name}: "
-        if first is not last:
-            text += f"{first['eval'][name]['mean']:.1f} -> "
-            steps = f"steps {first['step']} and {last['step']}"
-        about = f"percent, after {steps}; ± is the standard error over {score['problems']} problems"
-        yield f"{text}{with_error(score)} ({about})"
+def scores_in_words(step: int, scores: dict[str, dict]) -> str:
+    """An evaluation in one line; how many problems it had, a resumed run may change."""
+    parts = []
+    for name, score in scores.items():
+        parts.append(f"{name} {with_error(score)} ({score['problems']} problems)")
+    return f"evaluation after step {step}, in percent ± standard error: {', '.join(parts)}"
 
 
 def response_in_words(sample: dict, step: int) -> str:
@@ -170,6 +133,16 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
+said: set[str] = set()
+
+
+def first_time(what: str) -> bool:
+    """Whether this process asks about it for the first time: some things are said once."""
+    known = what in said
+    said.add(what)
+    return not known
+
+
 def warn(text: str) -> None:
     """Print on stderr, above any bar; on rank 0 alone."""
     if rank() == 0:
@@ -178,14 +151,7 @@ def warn(text: str) -> None:
 
 def quiet_libraries() -> None:
     """Where a bar would go to a log file, the libraries that load and download draw none."""
-    if rank() > 0 or not on_terminal():
+    if rank() > 0 or not sys.stderr.isatty():
         logging.disable_progress_bar()  # transformers
         disable_progress_bars()  # downloads of huggingface_hub
-
-
-def quiet_datasets() -> None:
-    """The same for `datasets`, which is slow to import and so imported where it is needed."""
-    if rank() > 0 or not on_terminal():
-        import datasets
-
-        datasets.disable_progress_bars()
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # `datasets` reads it when imported

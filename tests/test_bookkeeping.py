@@ -223,16 +223,15 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     flags, whole = evaluated
     log = read_rows(whole / "metrics.jsonl")
     assert [line["step"] for line in log] == [0, 1, 1] and set(log[0]) == {"step", "eval"}
-    score = log[2]["eval"]["six"]
+    first, score = f"{log[0]['eval']['six']['mean']:.1f} ± ", log[2]["eval"]["six"]
     assert (score["problems"], score["samples"]) == (6, 2) and set(log[2]) == {"step", "eval"}
     run(tmp_path / "run", "--steps 1 --rollout_batch_size 4")
     assert lines(tmp_path / "run") == lines(whole)[1:2]
     capsys.readouterr()
     stapo.main(["--resume", str(whole)])  # nothing is left to do
-    said = f"six: {log[0]['eval']['six']['mean']:.1f} -> {score['mean']:.1f} ± "
-    assert f"{said}{score['standard_error']:.1f} (percent, after steps 0 and 1; ± is the " in (
-        capsys.readouterr().out
-    )
+    said = [text for text in capsys.readouterr().out.split("\n") if text.startswith("evaluation")]
+    assert len(said) == 2 and f"after step 0, in percent ± standard error: six {first}" in said[0]
+    assert f"six {score['mean']:.1f} ± {score['standard_error']:.1f} (6 problems)" in said[1]
     assert read_rows(whole / "metrics.jsonl") == log
     output = copied(whole, tmp_path / "first")  # the one before step 1 needs no checkpoint
     shutil.rmtree(output / "checkpoints")
@@ -478,7 +477,7 @@ def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
     assert math.isfinite(one["loss"])
 
 
-def test_the_end_of_a_run_compares_like_with_like_and_names_what_is_missing(capsys):
+def test_the_end_of_a_run_names_problems_and_what_is_missing(capsys):
     """Step 0 had 256 problems, then --eval_limit changed; the last evaluation was cut off."""
 
     def evaluation(step: int, mean: float, problems: int) -> dict:
@@ -488,7 +487,8 @@ def test_the_end_of_a_run_compares_like_with_like_and_names_what_is_missing(caps
     numbers = {"accuracy": 0.5, "response_length": 9.0, "silenced": 1, "tokens": 9}
     steps = [{"step": step} | numbers for step in (1, 2)]
     lines = [evaluation(0, 10.0, 256), steps[0], evaluation(1, 40.0, 64), steps[1]]
-    progress.Steps(2, 0, "stapo").close(lines, "RUN", True, unevaluated=True)
+    progress.report_run(lines, 2, "RUN", True, unevaluated=True)
     said = capsys.readouterr().out
-    assert "t: 40.0 ± 2.0 (percent, after step 1" in said and "10.0" not in said
-    assert "the evaluation after step 2 is not whole; continue with:" in said
+    assert "after step 0, in percent ± standard error: t 10.0 ± 2.0 (256 problems)\n" in said
+    assert "after step 1, in percent ± standard error: t 40.0 ± 2.0 (64 problems)\n" in said
+    assert "stopped after step 2 of 2; continue with:" in said

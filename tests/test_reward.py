@@ -75,7 +75,6 @@ np.arcsin(10/13) | \sin^{-1}\left(\frac{10}{13}\right)
 -\lfloor -x \rfloor | \lceil x \rceil
 \mathbf{v} + \vec{a} t | v + a t
 \lambda_{\text {red}} | \lambda_{red}
-r_1^2+r_2^2 | r^2_1+r^2_2
 m l \ddot{\theta}_1 - \dot{x} | -\dot{x} + l m \ddot{\theta}_{1}
 m (dv/dt + 1) | m ((d v)/(d t)) + m
 2 \frac{\partial f}{\partial x} | \frac{\partial f}{\partial x} + \frac{\partial f}{\partial x}
@@ -86,7 +85,7 @@ x = 5 | 5
 2 + 3 = 5 | 5
 y = 2x+1 | 2x - y + 1 = 0
 (x,y) = (1,2) | (1,2)
-f(x)=x, f(x)=-x | f(t)=-t, f(t)=t
+f(x)=x, f(x)=-x | f(x)=-x, f(x)=x
 f(x) = x | x
 f(2)+f(3) = 12 | 12
 AB=4\text{ cm} | 4

@@ -8,6 +8,7 @@ from conftest import TINY
 
 import stapo
 from rollout import load_problems, pad_batch, sample, sampling_gap, token_stats
+from support import progress
 
 
 def scored(model, scorer, tokenizer, responses: int, **options):
@@ -57,6 +58,7 @@ def test_a_wrong_sampler_is_loud(tiny_model, tokenizer, wrong):
 
 
 def test_a_run_warns_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "said", set())
     real = stapo.sample
     monkeypatch.setattr(stapo, "sample", lambda *a, **k: real(*a, **k, temperature=0.5))
     flags = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 2 --batch_size 16
