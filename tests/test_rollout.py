@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import BENCHMARKS, TINY
-from reference import plain_head
+from reference import logit_stats, plain_head
 from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
@@ -106,12 +106,10 @@ def test_token_stats_against_float64(random_model, tied, side):
     total = 0.0
     for i, (prompt, _) in enumerate(rows):  # one unpadded row at a time
         row = ids[i][attention[i]]
-        logp = model(row[None]).logits[0, prompt - 1 : -1].log_softmax(-1)
-        chosen = logp.gather(1, row[prompt:, None]).squeeze(1)
-        expected = chosen, -(logp.exp() * logp).sum(-1), (2 * logp).exp().sum(-1)
+        expected = logit_stats(model(row[None]).logits[0, prompt - 1 : -1], row[prompt:])
         for s, e in zip(stats, expected):
             torch.testing.assert_close(s[i][mask[i]].double(), e, atol=2e-5, rtol=1e-4)
-        total = total + chosen.sum()
+        total = total + expected[0].sum()
     total.backward()
     for name, parameter in model.named_parameters():
         scale = float(parameter.grad.abs().max())
