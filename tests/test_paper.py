@@ -247,7 +247,7 @@ def test_3_3_the_three_comparisons_are_strict():
 # --------------------------------------------------------------- Sec. 3.3: Algorithm 1, replayed
 
 RUN = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 3 --batch_size 12
-    --mini_batch_size 4 --group_size 4 --max_new_tokens 48 --warmup_steps 2 --lr 1e-3
+    --mini_batch_size 4 --group_size 4 --max_new_tokens 48 --warmup_steps 2 --lr 5e-4
     --weight_decay 20 --grad_clip 0.05 --tau_p 0.4 --q 0.5 --tokens_per_micro_batch 300"""
 
 
