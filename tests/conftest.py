@@ -36,6 +36,15 @@ def run(output: Path, extra: str = "") -> list[dict]:
     return read_rows(output / "metrics.jsonl")
 
 
+def refused(capsys, argv: str) -> str:
+    """What stapo.py says where it ends with an exit status that is not 0."""
+    os.chdir(ROOT)
+    with pytest.raises(SystemExit) as stop:
+        stapo.main(argv.split())
+    assert stop.value.code not in (0, None)
+    return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
+
+
 def padded(rows, mask):
     """Ragged (T_i,) rows -> (B, L): the rows where mask is True, 0 elsewhere."""
     flat = torch.cat(list(rows))

@@ -1,6 +1,4 @@
-r"""Right and wrong spellings of the benchmarks' gold answers, and what the grader makes of them.
-
-    python tests/spellings.py   # acceptance, speed and worst case
+r"""Right and wrong spellings of the benchmarks' gold answers, and texts made to cost time.
 
 Every rewriting is a plain edit of the gold string, made without a look at `answers.py`: a right
 spelling keeps the value by construction, a wrong one changes it. The environment variable
@@ -11,58 +9,57 @@ import json
 import os
 import random
 import re
-import statistics
-import sys
 import time
 from fractions import Fraction
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
 FILES = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
 
+
+def filled(piece: str, end: str = "") -> str:
+    """A text that repeats a piece, nearly as long as the grader reads (MAX_CHARS)."""
+    return piece * ((580 - len(end)) // len(piece)) + end
+
+
 HOSTILE = {
-    "nested parentheses": "(" * 50_000 + "5" + ")" * 50_000,
-    "open parentheses": "(" * 50_000,
-    "nested braces": "{" * 50_000 + "5" + "}" * 50_000,
-    "digits": "7" * 100_000,
-    "digits within the length cap": "7" * 990,
+    "more digits than are read": "7" * 100_000,
+    "more braces than are read": "{" * 50_000 + "5" + "}" * 50_000,
+    "digits": filled("7"),
+    "open parentheses": filled("("),
+    "nested parentheses": "(" * 280 + "5" + ")" * 280,
+    "nested braces": "{" * 280 + "5" + "}" * 280,
     "power tower": "9^{9^{9^9}}",
-    "long power tower": "9^" * 450 + "9",
-    "factorial": "1000000000!",
-    "chained factorials": "5" + "!" * 950,
-    "product of factorials": "500!" * 240,
+    "long power tower": filled("9^", "9"),
     "power of two": "2^{10^7}",
-    "sum of large fractions": r"\frac{1}{7^{2000}}+" * 55 + "1",
-    "NUL bytes": "\0" * 1_000,
+    "huge exponent": "1e999999999",
+    "factorial": "1000000000!",
+    "chained factorials": "5" + filled("!"),
+    "product of factorials": filled("500!"),
+    "sum of large fractions": filled(r"\frac{1}{7^{2000}}+", "1"),
+    "function of a long product": r"\sin " + filled("9^{2000}"),
+    "NUL bytes": filled("\0"),
     "code": "__import__('os').system('echo no')",
     "not a number": "NaN",
     "division by zero": r"\frac{1}{0}",
     "zero to the zero": "0^0",
-    "unclosed fractions": r"\frac{" * 150,
-    "signs": "-" * 950 + "5",
-    "plus-minus": r"\pm" * 300 + "1",
-    "plus-minus in sets": r"(\pm 1,\{" * 18 + "1" + r"\})" * 18,
-    "functions": r"\sin" * 240 + " x",
-    "function of a long product": r"\sin " + "9^{2000}" * 120,
-    "bars": "|" * 950,
-    "long list": "1," * 490 + "1",
-    "words": "5 metres " * 105,
-    "huge exponent": "1e999999999",
-    "underscores": "x_{" * 300,
-    "matrix": r"\begin{pmatrix}" + "1&" * 450 + r"1\end{pmatrix}",
-    "many floors": r"\lfloor n/7 \rfloor+" * 45 + "1",
-    "floors of a long sum": r"\lfloor " + "n+" * 440 + r"n \rfloor",
-    "floors of floors": r"\lfloor " * 35 + "n/3" + r" \rfloor" * 35,
-    "floors of large powers": r"\lfloor n^{400}/7^{300} \rfloor+" * 30 + "1",
-    "units within units": r"_\text{" * 140,
-    "units and numbers": r"5\text{ m}" * 90,
-    "names": "m+" * 480 + "n = 5",
-    "equal names": "x=y=" * 200 + "1",
-    "definitions": "f(x)=x," * 130,
-    "alternatives": "x<1 or " * 140 + "x<2",
-    "residues": r"5\pmod 7" * 110,
-    "escaped": "\\\\" * 240,
+    "unclosed fractions": filled(r"\frac{"),
+    "signs": filled("-", "5"),
+    "plus-minus": filled(r"\pm", "1"),
+    "plus-minus in sets": filled(r"(\pm 1,\{", "1" + r"\})" * 40),
+    "bars": filled("|"),
+    "long list": filled("1,", "1"),
+    "words": filled("5 metres "),
+    "matrix": r"\begin{pmatrix}" + "1&" * 270 + r"1\end{pmatrix}",
+    "floors of a long sum": r"\lfloor " + "n+" * 270 + r"n \rfloor",
+    "floors of floors": r"\lfloor " * 30 + "n/3" + r" \rfloor" * 30,
+    "floors of large powers": filled(r"\lfloor n^{400}/7^{300} \rfloor+", "1"),
+    "units within units": filled(r"_\text{"),
+    "names": filled("m+", "n = 5"),
+    "equal names": filled("x=y=", "1"),
+    "definitions": filled("f(x)=x,"),
+    "alternatives": filled("x<1 or ", "x<2"),
+    "escaped": filled("\\\\"),
 }
 HOSTILE_RESPONSES = {
     "two million characters": "x" * 2_000_000,
@@ -131,27 +128,8 @@ def fraction_spellings(sign: str, p: str, q: str) -> list[str]:
     return out
 
 
-def scientific_spellings(mantissa: str, exponent: str) -> list[str]:
-    power = int(exponent)
-    out = [f"{mantissa}{x}" for x in (rf" \times 10^{{{power}}}", f"*10^{power}", f"e{power}")]
-    out += [
-        f"{mantissa}{x}" for x in (rf" \cdot 10^{{{power}}}", f"E{power}", f" × 10^{{{power}}}")
-    ]
-    out += [f"{mantissa}{x}" for x in (rf"\times 10^{{{power}}} \text{{ m}}", f" x 10^{power}")]
-    out.append(
-        rf"{Fraction(mantissa) * 10 // 1} \times 10^{{{power - 1}}}" if len(mantissa) == 3 else ""
-    )
-    if abs(power) <= 12:
-        value = Fraction(mantissa) * Fraction(10) ** power
-        out.append(
-            f"{float(value):.20f}".rstrip("0").rstrip(".") if power < 0 else f"{float(value):f}"
-        )
-    return out
-
-
 EDITS = [
     (r"\\d?frac(?![a-z])", r"\\dfrac"),
-    (r"\\d?frac(?![a-z])", r"\\tfrac"),
     (r"\\[dt]frac", r"\\frac"),
     (r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\\frac {\1} {\2}"),
     (r"\\left|\\right", ""),
@@ -165,45 +143,19 @@ EDITS = [
     (r"\\sqrt\{(\w+)\}", r" sqrt(\1)"),
     (r"\^\{(\w)\}", r"^\1"),
     (r"\^(\w)", r"^{\1}"),
-    (r"_(\d)(?!\d)", r"_{\1}"),
-    (r"\\geqslant", r"\\geq"),
-    (r"\\log _", r"\\log_"),
-    (r"\{pmatrix\}", "{bmatrix}"),
-    (r"\\\\ ", r"\\\\"),
     (r"\^\{?\\circ\}?", ""),
-    (r"\^\{?\\circ\}?", "°"),
     (r"\^\{?\\circ\}?", r"\\text{ degrees}"),
-    (r"\^\{?\\circ\}?", r"^{\\circ}"),
     (r"\\text\{\(([A-Z])\)\}", r"\1"),
     (r"\\text\{(\w+)\}$", r"\1"),
     (r"\\text\{(\w+)\}$", r"\\mathrm{\1}"),
-    (r"\\text\{(\w+)\}$", r"\\textbf{\1}"),
     (r"\s*\\?%", ""),
     (r"\s*\\?%", r" \\%"),
     (r"\\\$", ""),
     (r"\\\$([\d.]+)$", r"\1 \\text{ dollars}"),
-    (r"\\exp\{([^{}]+)\}", r"e^{\1}"),
-    (r"np\.", r"\\"),
     (r"(\d)\s*\\(pi|sqrt)", r"\1 \\cdot \\\2"),
     (r"\\lfloor(.*?)\\rfloor", r"\\left\\lfloor \1 \\right\\rfloor"),
     (r"^([^(),\[\]]*)$", r"\\displaystyle \1"),
 ]
-
-
-def interval_spellings(bare: str) -> list[str]:
-    """Both signs of a plus-minus written out; intervals as inequalities."""
-    out = []
-    if m := re.fullmatch(r"([^{}]*?) ?\\pm ?(.*)", bare):
-        out += [f"{m[1]} - {m[2]}, {m[1]} + {m[2]}", f"{m[1]}+{m[2]} \\text{{ and }} {m[1]}-{m[2]}"]
-    if m := re.fullmatch(r"(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]", bare):
-        out += [
-            rf"{m[1]} \le x \le {m[2]}",
-            rf"x \in \left[{m[1]}, {m[2]}\right]",
-            f"[{m[1]},{m[2]}]",
-        ]
-    if m := re.fullmatch(r"\(([^,]+), ?\\infty\)", bare):
-        out += [f"x > {m[1]}", f"{m[1]} < x"]
-    return out
 
 
 def list_spellings(items: list[str], rng: random.Random) -> list[str]:
@@ -223,31 +175,18 @@ def right_spellings(gold: str, rng: random.Random) -> list[str]:
     for pattern, new in EDITS:
         if "left" not in pattern or "\\left\\l" not in bare:
             out.append(re.sub(pattern, new, bare))
-    if not re.search(r"_\{\w\w", bare):
-        out.append(re.sub(r"_\{(\w)\}", r"_\1", bare))
     if not mixed:
         out.append(re.sub(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", r"((\1)/(\2))", bare))
     if re.match(r"[\d\\]*[\df]", bare):
         out.append(re.sub(r"\s*\\(?:text|mbox)\s*\{[^{}]*\}(\^\d)?$", "", bare))
-    if (
-        bare.count("(") == bare.count(")")
-        and "\\left" not in bare
-        and not re.search(r"[\[\]]", bare)
-    ):
-        out += [bare.replace("(", "\\left(").replace(")", "\\right)"), bare.replace("(", "( ")]
     if m := re.fullmatch(r"\+?(-?)(\d*\.?\d+)", bare):
         out += number_spellings(*m.groups())
     if m := re.fullmatch(r"(-?)\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?", bare):
         out += fraction_spellings(*m.groups())
     if m := re.fullmatch(r"(\d+\.?\d*)e(-?\d+)", bare):
-        out += scientific_spellings(*m.groups())
+        out += [f"{m[1]}*10^{m[2]}", rf"{m[1]} \times 10^{{{m[2]}}} \text{{ m}}"]
     if m := re.fullmatch(r"(-?)(\d*) ?\\sqrt\{(\d+)\}", bare):
         out.append(rf"{m[1]}\sqrt{{{int(m[2] or 1) ** 2 * int(m[3])}}}")
-    if m := re.fullmatch(r"(\d+) ?([a-df-z]) ?([-+]) ?(\d+)", bare):
-        a, b = int(m[1]), int(m[4])
-        out += [
-            f"{a}({m[2]}{m[3]}{b // a})" if b % a == 0 else f"{m[3]}{b} + {a}{m[2]}".lstrip("+")
-        ]
     items = [x.strip(", ") for x in split_top(bare, ",")]
     if len(items) > 1 and "$" not in bare and not separated:
         out += list_spellings(items, rng)
@@ -267,7 +206,10 @@ def right_spellings(gold: str, rng: random.Random) -> list[str]:
             rest = [t if t.strip()[0] in "+-" else f"+{t}" for t in terms]
             shuffled, turned = rng.sample(rest, len(rest)), reversed(rest)
             out += ["".join(shuffled).lstrip("+"), "".join(turned).strip("+ ")]
-    out += interval_spellings(bare)
+    if m := re.fullmatch(r"([^{}]*?) ?\\pm ?(.*)", bare):
+        out += [f"{m[1]} - {m[2]}, {m[1]} + {m[2]}", f"{m[1]}+{m[2]} \\text{{ and }} {m[1]}-{m[2]}"]
+    if m := re.fullmatch(r"(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]", bare):
+        out += [rf"{m[1]} \le x \le {m[2]}", rf"x \in \left[{m[1]}, {m[2]}\right]"]
     if re.fullmatch(r"(?:\\text\{)?[A-Za-z]{4,}\}?", bare):
         out += [bare.lower(), bare.capitalize() if bare[0] != "\\" else bare]
     return list(dict.fromkeys(x for x in out if x.strip()))
@@ -351,46 +293,3 @@ def hostile_seconds(is_correct) -> dict[str, float]:
     for name, text in HOSTILE_RESPONSES.items():
         out[name] = seconds(is_correct, text, "5")
     return out
-
-
-def math_verify_grader():
-    """is_correct(response, gold) as math-verify has it, at its defaults."""
-    from math_verify import parse, verify
-
-    def grade(response: str, gold: str) -> bool:
-        gold = gold if gold.startswith("$") else f"${gold}$"
-        return bool(verify(parse(gold), parse(response)))
-
-    return grade
-
-
-def cross_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """(gold, gold answer of some problem): every third pair is a gold answer with itself."""
-    rng, rows = random.Random(seed), [gold for _, gold in golds()]
-    pairs = []
-    for i in range(count):
-        gold = rng.choice(rows)
-        pairs.append((gold, gold if i % 3 == 0 else rng.choice(rows)))
-    return pairs
-
-
-def main() -> None:
-    from reward import is_correct
-
-    right, wrong = cases()
-    refused = [c for c in right if not is_correct(boxed(c[2]), c[1])]
-    accepted = [c for c in wrong if is_correct(boxed(c[2]), c[1])]
-    for title, bad in (("refused", refused), ("accepted", accepted)):
-        for name, gold, spelling in bad:
-            print(f"{title}: {name}: gold {gold!r}, answer {spelling!r}")
-    print(f"right spellings accepted: {1 - len(refused) / len(right):.4%} of {len(right)}")
-    print(f"wrong spellings accepted: {len(accepted) / len(wrong):.4%} of {len(wrong)}")
-    sample = random.Random(1).sample(right + wrong, 2_000)
-    times = [seconds(is_correct, boxed(s), g) for _, g, s in sample]
-    print(f"median {statistics.median(times) * 1e6:.0f} us, slowest {max(times) * 1e3:.2f} ms")
-    name, slowest = max(hostile_seconds(is_correct).items(), key=lambda item: item[1])
-    print(f"slowest hostile input: {slowest * 1e3:.1f} ms ({name})")
-
-
-if __name__ == "__main__":
-    main()

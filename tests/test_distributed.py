@@ -43,7 +43,7 @@ def make_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every case on 1, 2 and 4 ranks; a hang is a failure."""
+    """Every case on one rank, and on two or on four; a hang is a failure."""
     folder = make_folder(tmp_path_factory.mktemp("ranks"))
     for world in (1, 2, 4):
         log = folder / f"log{world}"
@@ -53,12 +53,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "case, world", [*((case, 2) for case in CASES), *((case, 4) for case in ON_FOUR)]
-)
-def test_ranks_agree(folder, case, world):
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree(folder, case):
     alone = torch.load(folder / f"world1-{case}.pt")
-    many = torch.load(folder / f"world{world}-{case}.pt")
+    many = torch.load(folder / f"world{4 if case in ON_FOUR else 2}-{case}.pt")
     updates = {"stapo": 4, "stopped": 4, "poisoned": 1}.get(case, 2)
     assert len(many["gradients"]) == len(alone["gradients"]) == updates
     for ours, theirs in zip(many["gradients"], alone["gradients"], strict=True):
@@ -73,7 +71,7 @@ def test_ranks_agree(folder, case, world):
             assert ours[key] == same, key
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_a_stop_amid_updates_costs_nothing(folder, world):
     """Asked for on one rank after the first of step 1's two updates: the second is done, too."""
     stopped, whole = (
@@ -127,10 +125,9 @@ def test_a_rank_that_fails_ends_the_job(tmp_path, place):
     assert ("Traceback" in said) == (place not in ("input", "flags"))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_dumps_of_several_ranks_hold_the_tokens_of_all(folder, world):
+def test_dumps_of_several_ranks_hold_the_tokens_of_all(folder):
     """The canned responses fit into a dump whole, and are all shown with their likeliest words."""
-    paths = [folder / f"world{n}-stapo/dumps/step_000002.json" for n in (1, world)]
+    paths = [folder / f"world{n}-stapo/dumps/step_000002.json" for n in (1, 4)]
     alone, many = (json.loads(path.read_text()) for path in paths)
     for key in ("positive_tokens", "all_tokens"):
         assert many[key] == pytest.approx(alone[key], rel=1e-4)

@@ -1,4 +1,4 @@
-"""What the loss promises whoever calls it: padding, denominators, micro-batches, gradients.
+"""What the loss promises whoever calls it: padding, denominators, gradients.
 
 That it is the paper's loss is shown in test_paper.py.
 """
@@ -70,24 +70,3 @@ def test_the_denominator_is_taken_as_given(num_kept):
     given, _ = stapo_loss(*tensors, num_kept=num_kept)
     kept = int(metrics["tokens"] - metrics["silenced"])
     assert float(given) == pytest.approx(float(own) * kept / float(num_kept), rel=1e-5)
-
-
-def test_micro_batches_add_up_and_order_does_not_matter():
-    tensors = drawn(3)
-    logp, old_logp, advantages, entropy, mask = tensors
-    candidates = mask & (advantages[:, None] > 0) & (logp.exp() < 0.1)
-    tau_h = torch.quantile(entropy[candidates], 0.75)
-    whole, whole_metrics = stapo_loss(*tensors, tau_p=0.1)
-    kept = whole_metrics["tokens"] - whole_metrics["silenced"]
-    for order in (torch.arange(6), torch.tensor([4, 0, 5, 2, 1, 3])):
-        parts = [
-            stapo_loss(*(t[rows] for t in tensors), tau_p=0.1, tau_h=tau_h, num_kept=kept)
-            for rows in order.split(2)
-        ]
-        assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole), rel=1e-5)
-        for key, value in whole_metrics.items():
-            summed = float(sum(metrics[key] for _, metrics in parts))
-            assert summed == pytest.approx(float(value), rel=1e-5), key
-    # a quantile and a mean of each micro-batch's own are another objective
-    alone = sum(float(stapo_loss(*(t[i : i + 1] for t in tensors), tau_p=0.1)[0]) for i in range(6))
-    assert abs(alone / 6 - float(whole)) > 0.01

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from test_gathered import fused_norms
 from test_rollout import FAMILIES, SHAPE, STOPS, random_prompts
 
 import rollout
@@ -19,10 +20,6 @@ TRIED |= {
     ),
 }
 FUSED = {"qwen3": 9, "doge": 9, "olmo2": 9, "gemma 2": 0, "mamba 2": 3}  # others: 2 a layer and 1
-
-
-def fused_norms(model) -> int:
-    return sum(type(module) is torch.nn.RMSNorm for module in model.modules())
 
 
 def both(family: str):
