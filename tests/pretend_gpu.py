@@ -108,9 +108,6 @@ class OnGPU(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def numpy(self, **_):
-        raise TypeError("cuda:0 tensors have no numpy array")
-
     def untyped_storage(self):
         return self.numbers.untyped_storage()
 
@@ -147,7 +144,6 @@ CUDA_ONLY = {
 MOVES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 INDEXING += (aten._index_put_impl_.default,)
-ASKS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
 TAKE_NUMBERS = (*INDEXING, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 
 
@@ -185,15 +181,6 @@ def refuse_mixtures(func, args, kwargs, tensors) -> None:
                 raise RuntimeError(f"{func}: {name} is on {x.device}, others are on cuda:0")
 
 
-def waits(func, args, kwargs) -> bool:
-    """Whether the host goes on only after all that the GPU has been given is done."""
-    if func is aten._to_copy.default:
-        other_side = torch.device(kwargs.get("device") or args[0].device) != args[0].device
-        return other_side and not kwargs.get("non_blocking")
-    by_mask = func in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1]))
-    return func in ASKS or by_mask
-
-
 def dispatch(func, types, args, kwargs, mode=None):
     if any(t not in (OnGPU, torch.Tensor, torch.nn.Parameter) for t in types):
         return NotImplemented  # a DTensor and the like: it unwraps itself and comes back
@@ -208,7 +195,6 @@ def dispatch(func, types, args, kwargs, mode=None):
         if parts is not NotImplemented:
             return parts
     refuse_mixtures(func, args, kwargs, tensors)
-    torch.cuda.waits += waits(func, args, kwargs)
     if facts(func).view and torch.is_inference_mode_enabled() and not tensors[0].is_inference():
         with torch.inference_mode(False):  # the view of a tensor that autograd knows is one too
             return OnGPU.__torch_dispatch__(func, types, args, kwargs)
@@ -262,7 +248,6 @@ def install() -> None:
         answers[name] = None
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
-    torch.cuda.waits = 0  # times that the host has waited
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.ExternalStream = Stream
     torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes, then moves

@@ -1,6 +1,5 @@
 """The loss in other hands: the examples of docs/using-the-loss.md, run, and compared."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -17,11 +16,6 @@ import stapo
 from reward import load_reward
 from stapo import stapo_loss
 from support import distributed
-
-
-def needs(package: str):
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
 def test_the_copied_section_needs_torch_alone(tmp_path):
@@ -139,21 +133,16 @@ def test_sampler_example(capsys):
     assert capsys.readouterr().out.startswith("gap ")
 
 
-def test_reward_example(tmp_path):
-    """DAPO's strict rule, loaded as --reward loads it."""
-    (tmp_path / "own.py").write_text(example("reward"))
-    strict = load_reward(f"{tmp_path}/own.py:strict")
-    problem = {"row": {"reward_model": {"ground_truth": "34"}}}
-    for right in (r"so \boxed{34}.", r"\boxed{3} no, \boxed{34}" + "x" * 80):
-        assert strict(right, problem) == 1.0
-    wrong = r"\boxed{34.0}", r"\boxed{34}" + "x" * 100, r"\boxed{34} \boxed{3", "34}", ""
-    assert all(strict(text, problem) == -1.0 for text in wrong)
-
-
-def test_trying_a_reward_needs_no_model(tmp_path, monkeypatch, capsys):
+def test_reward_example_and_its_trial(tmp_path, monkeypatch, capsys):
+    """DAPO's strict rule, loaded as --reward loads it, and tried on a row without a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(example("reward"))
+    strict = load_reward("own.py:strict")
     row = {"question": "6 + 28?", "reward_model": {"ground_truth": "34"}, "level": 3}
+    for right in (r"so \boxed{34}.", r"\boxed{3} no, \boxed{34}" + "x" * 80):
+        assert strict(right, {"row": row}) == 1.0
+    wrong = r"\boxed{34.0}", r"\boxed{34}" + "x" * 100, r"\boxed{34} \boxed{3", "34}", ""
+    assert all(strict(text, {"row": row}) == -1.0 for text in wrong)
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
     exec(example("try-reward"), {})
     assert capsys.readouterr().out == f"1.0 {row}\n"
@@ -186,25 +175,24 @@ def test_micro_batches_of_one_response_are_another_objective(capsys):
     assert (int(stapo_loss(*tensors)[1]["silenced"]), silenced) == (3, [1, 1, 0])
 
 
-@needs("verl")
 def test_verl_example_is_registered_and_equals_verls_token_mean():
-    from verl.trainer.ppo.core_algos import compute_policy_loss, get_policy_loss_fn
-
+    verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
     exec(example("verl"), {})
+    ours = verl.get_policy_loss_fn("stapo")
     logp, old_logp, advantages, entropy, mask = drawn()
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     config = types.SimpleNamespace(**clip, global_batch_info={})
     repeated = advantages[:, None] * mask
     args = old_logp, logp, repeated, mask.float()
-    loss, _ = get_policy_loss_fn("stapo")(*args, config=config, entropy=entropy)
+    loss, _ = ours(*args, config=config, entropy=entropy)
     assert float(loss) == pytest.approx(float(stapo_loss(*drawn())[0]), rel=1e-5)
-    theirs = compute_policy_loss(
+    theirs = verl.compute_policy_loss(
         *args, cliprange_low=0.2, cliprange_high=0.28, cliprange=0.2, clip_ratio_c=1e6
     )[0]
     justrl = stapo_loss(logp, old_logp, advantages, entropy, mask, tau_p=0.0)[0]
     assert float(justrl) == pytest.approx(float(theirs), rel=1e-5)
     # with verl's count of the mini-batch, micro-batches add up, on any number of ranks
     config.global_batch_info = {"batch_num_tokens": 100, "dp_size": 2}
-    counted, _ = get_policy_loss_fn("stapo")(*args, config=config, entropy=entropy)
+    counted, _ = ours(*args, config=config, entropy=entropy)
     expected = stapo_loss(*drawn(), num_kept=50.0)[0]
     assert float(counted) == pytest.approx(float(expected), rel=1e-5)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import costs
 import pytest
-from conftest import ROOT, TINY, example
+from conftest import ROOT, TINY, example, read_rows
 
 import eval as evaluation
 import stapo
@@ -46,19 +46,6 @@ def test_every_python_block_is_an_example_that_a_test_runs():
         assert set(names) <= run, f"{page.name}: {set(names) - run} is run by no test"
         for name in names:
             ast.parse(example(name))
-
-
-def test_the_page_says_which_file_runs_its_examples():
-    text = text_of("using-the-loss.md")
-    introduction, _, rest = text.partition("\n## ")
-    trl = re.findall("<!-- example: ([a-z-]+) -->\n```python\n[^`]*trl_stapo", rest)
-    others = set(re.findall("<!-- example: ([a-z-]+) -->", rest)) - set(trl)
-    files = {"test_trl.py": trl, "test_companion.py": others}
-    for file, names in files.items():
-        assert names and f"`tests/{file}`" in introduction
-        run = re.findall(r'example\("([a-z-]+)"\)', (ROOT / "tests" / file).read_text())
-        assert set(names) <= set(run)
-    assert "`tests/test_trl.py` those for TRL" in " ".join(introduction.split())
 
 
 def anchors(page: Path) -> set[str]:
@@ -175,12 +162,6 @@ def test_the_minutes_of_a_quick_evaluation():
     assert minutes in " ".join(page.split())
 
 
-def test_the_page_says_which_recipes_dump():
-    without = [path.name for path in RECIPES if not read_recipe(path).dump_every]
-    assert without == ["paper-1.7b"]
-    assert "as all recipes but `paper-1.7b` have" in " ".join(text_of("training.md").split())
-
-
 # ---------------------------------------------------------------------------------------- recipes
 
 
@@ -215,63 +196,41 @@ def test_a_recipe_says_what_it_does(path):
     assert "--method justrl --output" in " ".join(text.replace("#", " ").split())
 
 
-@pytest.fixture(scope="module", params=RECIPES, ids=lambda path: path.name)
-def recipe_run(request, tmp_path_factory):
-    """(flags, directory) of one step of a recipe on the tiny model, with evaluation and dump."""
-    folder = tmp_path_factory.mktemp("recipe")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path):
+    """One step on the tiny model, with evaluation and dump where the recipe has them."""
     rows = (TINY / "test.jsonl").read_text().splitlines()[:2]
-    (folder / "bench.jsonl").write_text("\n".join(rows))
-    cfg = read_recipe(request.param)
+    (tmp_path / "bench.jsonl").write_text("\n".join(rows))
+    cfg, run = read_recipe(path), tmp_path / "run"
     small = f"""--model {TINY} --data {TINY}/test.jsonl --instruction= --steps 1 --batch_size 4
         --mini_batch_size 2 --max_new_tokens 40 --rollout_batch_size 16 --threads 1 --lr 1e-4
-        --eval_benchmarks {folder}/bench.jsonl --save_every {min(cfg.save_every, 1)}
+        --eval_benchmarks {tmp_path}/bench.jsonl --save_every {min(cfg.save_every, 1)}
         --eval_every {min(cfg.eval_every, 1)} --dump_every {min(cfg.dump_every, 1)}
-        --output {folder}/run"""
-    stapo.main([f"@{request.param}", *small.split()])
-    return cfg, folder / "run"
-
-
-def metrics_of(run: Path) -> tuple[dict, list[dict]]:
-    """The line of the only step, and those of evaluations."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (step,) = [line for line in lines if "eval" not in line]
-    return step, [line for line in lines if "eval" in line]
-
-
-def test_a_recipe_runs(recipe_run):
-    cfg, run = recipe_run
-    line, evaluations = metrics_of(run)
+        --output {run}"""
+    stapo.main([f"@{path}", *small.split()])
+    lines = read_rows(run / "metrics.jsonl")
+    (line,) = [line for line in lines if "eval" not in line]
+    evaluations = [line for line in lines if "eval" in line]
     assert line["step"] == 1 and line["tokens"] > 0 and line["skipped_updates"] == 0
     assert (run / "checkpoints" / "step_000001" / "model.safetensors").exists()
     assert [e["step"] for e in evaluations] == ([0, 1] if cfg.eval_every > 0 else [])
     assert (run / "dumps" / "step_000001.json").exists() == (cfg.dump_every > 0)
 
-
-# ---------------------------------------------------------------------------------- reference.md
+    page = text_of("reference.md")
+    assert set(line) | {"eval"} == defined_metrics()
+    assert {path.name for path in run.iterdir()} <= set(re.findall(r"[\w.]+", page))
+    written = [scores for e in evaluations for scores in e["eval"].values()]
+    files = [run / "samples.jsonl", *run.glob("evaluations/*.jsonl")]
+    written += [read_rows(file)[0] for file in files]
+    config = json.loads((run / "config.json").read_text())
+    names = set().union(*written) | config.keys() - vars(stapo.Config()).keys()
+    assert all(f"`{name}`" in page for name in names)
 
 
 def defined_metrics() -> set[str]:
     table = text_of("reference.md").partition("## Metrics")[2].partition("1. Methods without")[0]
     cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-
-
-def test_every_metric_is_defined_and_every_definition_is_written(recipe_run):
-    cfg, run = recipe_run
-    line, evaluations = metrics_of(run)
-    assert set(line) | {"eval"} == defined_metrics()
-    for scores in [scores for e in evaluations for scores in e["eval"].values()]:
-        assert all(f"`{name}`" in text_of("reference.md") for name in scores)
-
-
-def test_the_run_directory_is_described(recipe_run):
-    _, run = recipe_run
-    page = text_of("reference.md")
-    assert {path.name for path in run.iterdir()} <= set(re.findall(r"[\w.]+", page))
-    held = set(json.loads((run / "config.json").read_text())) - set(vars(stapo.Config()))
-    files = [run / "samples.jsonl", *run.glob("evaluations/*.jsonl")]
-    rows = [json.loads(file.read_text().splitlines()[0]) for file in files]
-    assert all(f"`{name}`" in page for name in held.union(*rows))
 
 
 def test_tensorboard_example(tmp_path, monkeypatch):

@@ -7,10 +7,12 @@ import pytest
 import replicate
 import rewards
 import torch
+from conftest import to_batch
 from replicate import Group
 
 import stapo
 from reward import load_reward
+from rollout import Response
 
 
 def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0):
@@ -85,15 +87,18 @@ def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
 def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(replicate, "quiet_run", commands.append)
-    group = Group("JustRL", "--method justrl --lr 1e-4", range(2, 4), steps=3)
+    group = Group("JustRL", "--method justrl --lr 1e-4", range(2, 5), steps=3)
     write(tmp_path / f"{group.key}-2", [0.1] * 3)
     write(tmp_path / f"{group.key}-3", [0.1] * 2)  # a step is missing
-    replicate.run_all([group], tmp_path, jobs=2)
-    assert "1 of 2 runs are whole, 3 steps are left" in capsys.readouterr().out
-    (command,) = commands
-    assert command[:6] == ["stapo.py", "@tests/tiny/args", *group.flags.split()]
-    assert command[-4:] == ["--steps", "3", "--seed", "3"]
-    assert not (tmp_path / f"{group.key}-3").exists()
+    write(tmp_path / f"{group.key}-4", [0.1] * 3)
+    with (tmp_path / f"{group.key}-4" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "accu')
+    replicate.run_all([group], tmp_path, jobs=1)
+    assert "1 of 3 runs are whole, 6 steps are left" in capsys.readouterr().out
+    for seed, command in zip("34", commands, strict=True):
+        assert command[:6] == ["stapo.py", "@tests/tiny/args", *group.flags.split()]
+        assert command[-4:] == ["--steps", "3", "--seed", seed]
+        assert not (tmp_path / f"{group.key}-{seed}").exists()
 
 
 def test_a_run_begins_from_the_finished_run_of_its_seed(tmp_path, monkeypatch):
@@ -119,14 +124,6 @@ def test_a_run_begins_from_the_finished_run_of_its_seed(tmp_path, monkeypatch):
         assert command[command.index("--data") + 1].endswith("tests/tiny/train.jsonl")
 
 
-def test_a_torn_line_makes_a_run_begin_anew(tmp_path):
-    write(tmp_path / "run", [0.1] * 3)
-    assert len(replicate.read_run(tmp_path / "run", 3)) == 3
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 4, "accu')
-    assert replicate.read_run(tmp_path / "run", 3) is None
-
-
 @pytest.mark.parametrize("part", replicate.PARTS)
 def test_every_flag_of_the_plan_is_one_of_stapo(part, monkeypatch):
     monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
@@ -143,65 +140,54 @@ def test_every_flag_of_the_plan_is_one_of_stapo(part, monkeypatch):
 
 
 def test_a_failing_program_is_named():
-    with pytest.raises(SystemExit, match=r"(?s)stapo.py --tau_p 2 has failed.*--tau_p 2.0"):
-        replicate.quiet_run(["stapo.py", "--tau_p", "2"])
+    with pytest.raises(SystemExit, match=r"(?s)-c import nowhere has failed.*No module named"):
+        replicate.quiet_run(["-c", "import nowhere"])
 
 
 @pytest.mark.parametrize("method, asked", [("wrong-answers", (-1,)), ("both-answers", (-1, 1))])
 def test_controls_silence_rare_tokens_of_the_other_answers(method, asked, monkeypatch):
     """The rule, token by token, with wrong answers or both in the place of right ones."""
-    seen = {}
+    seen = []
     monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
-    monkeypatch.setattr(stapo, "main", lambda argv: seen.update(argv=argv))
+    monkeypatch.setattr(stapo, "main", seen.append)
     replicate.train_control(["--steps", "3"])
-    assert seen == {"argv": ["--steps", "3"]}
+    assert seen == [["--steps", "3"]]
     choose, reads, divides_by = stapo.METHODS[method]
     assert (reads, divides_by) == ("all", "kept")
     draw = torch.Generator().manual_seed(0)
-    shape = rows, width = 40, 100
-    mask = torch.rand(shape, generator=draw) < 0.8
-    p = 10 ** (-4 * torch.rand(shape, generator=draw))
-    entropy = torch.rand(shape, generator=draw)
-    stats = stapo.TokenStats(p.log(), entropy, torch.zeros(shape))
-    advantages = torch.randint(-1, 2, (rows,), generator=draw).float()
-    batch = stapo.Batch(
-        ids=torch.zeros(shape, dtype=torch.long),
-        mask=mask,
-        lengths=torch.full((rows,), width),
-        old=stats,
-        ref_logp=None,
-        rewards=advantages.double(),
-        advantages=advantages,
-        truncated=torch.zeros(rows, dtype=torch.bool),
-        seeds=torch.zeros(rows, dtype=torch.long),
-    )
-    keep, candidates, tau_h = choose(batch, stats, stapo.Config(tau_p=0.002, q=0.75))
-    places = [(i, t) for i in range(rows) for t in range(width) if mask[i, t]]
-    rare = [(i, t) for i, t in places if p[i, t] < 0.002 and int(advantages[i]) in asked]
-    assert list(map(tuple, candidates.nonzero().tolist())) == rare and len(rare) > 100
-    entropies = sorted(float(entropy[place]) for place in rare)
+    responses = [Response([5, 6], [7] * length, True, "") for length in range(20, 60)]
+    logp = [-9 * torch.rand(len(response.ids), generator=draw) for response in responses]
+    entropy = [torch.rand(len(row), generator=draw) for row in logp]
+    advantages = [float(row % 3 - 1) for row in range(40)]
+    old = [stapo.TokenStats(*row) for row in zip(logp, entropy, entropy)]
+    batch = to_batch(responses, advantages, old)
+    choice = choose(batch, batch.old, stapo.Config(tau_p=0.002, q=0.75))
+    numbers = zip(torch.cat(logp), torch.cat(entropy), batch.advantages[batch.mask.nonzero()[:, 0]])
+    rare = [(float(a) in asked and float(x.exp()) < 0.002, float(h)) for x, h, a in numbers]
+    assert choice.candidates[batch.mask].tolist() == [candidate for candidate, _ in rare]
+    entropies = sorted(h for candidate, h in rare if candidate)
     place = 0.75 * (len(entropies) - 1)
     low = entropies[math.floor(place)]
     expected = low + (place % 1) * (entropies[math.floor(place) + 1] - low)
-    assert tau_h == pytest.approx(expected, abs=1e-6)
-    silenced = [place for place in rare if entropy[place] < tau_h]
-    assert list(map(tuple, (mask & ~keep).nonzero().tolist())) == silenced
+    assert choice.tau_h == pytest.approx(expected, abs=1e-6) and len(entropies) > 100
+    kept = [not (candidate and h < choice.tau_h) for candidate, h in rare]
+    assert choice.keep[batch.mask].tolist() == kept
 
 
-def test_rewards_look_at_nothing_but_a_hash():
-    """How often they pay; the same text gets the same reward; other problems get other ones."""
-    texts = [f"So \\boxed{{{n}}}" for n in range(4000)]
-    row = {"problem": "Q: 1+1=?", "answer": "2"}
-    for function, share in ((rewards.nine_of_ten, 0.9), (rewards.one_of_two, 0.5)):
-        paid = [function(text, row) for text in texts]
-        assert set(paid) == {1.0, -1.0} and paid == [function(text, dict(row)) for text in texts]
-        assert paid.count(1.0) / 4000 == pytest.approx(share, abs=0.03)
-        others = [function(texts[0], row | {"problem": f"Q: {n}+1=?"}) for n in range(4000)]
-        assert others.count(1.0) / 4000 == pytest.approx(share, abs=0.03)
-
-
-def test_right_answers_are_refused_and_wrong_ones_never_paid():
-    rows = [{"problem": f"Q: {n}-{n}+7=?", "answer": "7"} for n in range(2000)]
-    right = [rewards.seven_of_ten_right("So \\boxed{7}", row) for row in rows]
-    assert right.count(1.0) / 2000 == pytest.approx(0.7, abs=0.04)
-    assert {rewards.seven_of_ten_right("So \\boxed{8}", row) for row in rows} == {-1.0}
+@pytest.mark.parametrize(
+    "reward, text, share",
+    [
+        (rewards.nine_of_ten, "4", 0.9),
+        (rewards.one_of_two, "4", 0.5),
+        (rewards.seven_of_ten_right, "7", 0.7),
+        (rewards.seven_of_ten_right, "8", 0.0),  # wrong answers are never paid
+    ],
+)
+def test_rewards_look_at_a_hash(reward, text, share):
+    """How often they pay: one text for many problems, and many texts for one."""
+    text, row = f"So \\boxed{{{text}}}", {"problem": "Q: 1+1=?", "answer": "7"}
+    paid = [reward(text, row | {"problem": f"Q: {n}+1=?"}) for n in range(4000)]
+    paid += [reward(f"{n}: {text}", row) for n in range(4000)]
+    assert set(paid) <= {1.0, -1.0} and paid[-1] == reward(f"3999: {text}", dict(row))
+    for half in (paid[:4000], paid[4000:]):
+        assert half.count(1.0) / 4000 == pytest.approx(share, abs=0.03)

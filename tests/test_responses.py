@@ -17,8 +17,8 @@ class Page(HTMLParser):
 
     def __init__(self, page: str):
         super().__init__()
-        self.tags, self.attributes, self.text = [], [], ""
-        self.responses, self.token, self.scripts, self.inside = [], None, [], []
+        self.tags, self.attributes, self.inside = [], [], []
+        self.responses, self.token = [], None
         self.feed(page)
         self.close()
         assert not self.inside
@@ -44,7 +44,6 @@ class Page(HTMLParser):
             self.token = None
 
     def handle_data(self, data):
-        self.text += data
         if self.token:
             self.token["text"] += data.replace("\n", "")  # the line's sign stands for it
 
