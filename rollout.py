@@ -622,7 +622,7 @@ def likeliest(
     hidden = hidden[0, -count - 1 : -1]  # (count, D): the states that predict those places
     weight = model.get_output_embeddings().weight  # (V, D)
     probabilities, top_ids = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
-    chunk = head_rows(hidden.device).logits
+    chunk = head_chunks(hidden.device).logits
     for i in range(0, count, chunk):
         logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
         top = logits.topk(k)  # (C, k)
@@ -645,7 +645,7 @@ def sampling_gap(
     return d.mean(), d.sum() / d.square().sum().sqrt()
 
 
-class HeadRows(NamedTuple):
+class HeadChunks(NamedTuple):
     """How many tokens the output head works on at a time.
 
     With many, fewer kernels are launched, which is what counts on a GPU. With few, their logits
@@ -657,12 +657,12 @@ class HeadRows(NamedTuple):
     gradient: int  # in a backward: each chunk reads and writes the weight's whole gradient
 
 
-HEAD_ROWS = {"cpu": HeadRows(256, 32, 256), "cuda": HeadRows(384, 128, 1536)}
+HEAD_CHUNKS = {"cpu": HeadChunks(256, 32, 256), "cuda": HeadChunks(384, 128, 1536)}
 
 
-def head_rows(device: torch.device) -> HeadRows:
+def head_chunks(device: torch.device) -> HeadChunks:
     """What suits a device."""
-    return HEAD_ROWS["cpu" if device.type == "cpu" else "cuda"]
+    return HEAD_CHUNKS["cpu" if device.type == "cpu" else "cuda"]
 
 
 def head_stats(
@@ -677,9 +677,9 @@ def head_stats(
 
     hidden (N, D), weight (V, D), targets (N,) long -> logp, entropy (nats), collision: (N,)
     float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
-    to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_ROWS).
+    to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_CHUNKS).
     """
-    sizes = head_rows(hidden.device)
+    sizes = head_chunks(hidden.device)
     sizes = sizes._replace(logits=chunk, gradient=chunk) if chunk else sizes
     logp, entropy, collision = HeadStats.apply(hidden, weight, targets, sizes, logp_only)
     return TokenStats(logp, entropy, collision)
@@ -708,7 +708,7 @@ class HeadStats(torch.autograd.Function):
                     del probs
             del logits, block  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.rows = sizes.gradient
+        ctx.chunk = sizes.gradient
         if logp_only:
             return logp, None, None
         ctx.mark_non_differentiable(entropy, collision)
@@ -719,8 +719,8 @@ class HeadStats(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for i in range(0, len(targets), ctx.rows):
-            rows = slice(i, i + ctx.rows)
+        for i in range(0, len(targets), ctx.chunk):
+            rows = slice(i, i + ctx.chunk)
             # d logp / d logits = onehot - pi
             grad = float32_logits(hidden[rows], weight)  # (C, V) float32: the logits
             grad.sub_(lse[rows, None]).exp_().neg_()  # -pi, in the same memory

@@ -350,8 +350,8 @@ class Batch:
     truncated: torch.Tensor  # (B,) bool, ended by --max_new_tokens
     seeds: torch.Tensor  # (B,) long, of the sampling
 
-    def split(self, count: int) -> "list[Batch]":
-        """That many mini-batches of equally many rows, which share this batch's memory."""
+    def mini_batches(self, count: int) -> "list[Batch]":
+        """The batch cut into `count` parts of equally many rows, which share its memory."""
         size = len(self.ids) // count
         return [self.take(slice(i * size, (i + 1) * size)) for i in range(count)]
 
@@ -768,8 +768,8 @@ def dump(
 
     What the method would silence under pi_old: in later mini-batches training decides anew.
     """
-    mini_batches = batch.split(cfg.batch_size // cfg.mini_batch_size)
-    choices = [METHODS[cfg.method].choose(part, part.old, cfg) for part in mini_batches]
+    parts = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
+    choices = [METHODS[cfg.method].choose(part, part.old, cfg) for part in parts]
     keep = torch.cat([choice.keep for choice in choices])  # (B, L)
     tau_h = torch.tensor([choice.tau_h for choice in choices], dtype=torch.float64)
     made = make_dump(
@@ -893,7 +893,7 @@ def train(cfg: Config) -> None:
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
             lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
             counts, updates = [], []
-            for mini_batch in batch.split(cfg.batch_size // cfg.mini_batch_size):
+            for mini_batch in batch.mini_batches(cfg.batch_size // cfg.mini_batch_size):
                 stats = mini_batch.old  # p and H, (B, L): in the first, pi_theta still is pi_old
                 if updates:  # pi_theta has moved
                     stats = statistics_pass(model, mini_batch, cfg)

@@ -434,7 +434,7 @@ def step(quick: bool) -> Iterator[tuple[str, float]]:
         """What stapo.train does in a step."""
         batch, _ = stapo.collect(mine, None, task, len(tokens["ours"]) + 1, cfg)
         stapo.entropy_metrics(batch), stapo.rollout_metrics(batch, cfg.tau_p)
-        for number, mini_batch in enumerate(batch.split(4)):
+        for number, mini_batch in enumerate(batch.mini_batches(4)):
             stats = stapo.statistics_pass(mine, mini_batch, cfg) if number > 0 else mini_batch.old
             choice = stapo.silence_spurious(mini_batch, stats, cfg)
             counts = stapo.count_tokens(mini_batch, stats, choice)

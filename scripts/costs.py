@@ -94,7 +94,7 @@ def bytes_per_gpu(
     shard = sum(math.ceil(len(p) / gpus) * math.prod(p.shape[1:]) for p in tensors)
     layer = parameters(model.base_model.layers[0])
     root = parameters(model) - config.num_hidden_layers * layer  # embedding, last norm, head
-    chunk = rollout.HEAD_ROWS["cuda"].gradient
+    chunk = rollout.HEAD_CHUNKS["cuda"].gradient
     held = {
         "weights": 4 * shard,
         "gradients": 4 * shard,

@@ -108,7 +108,7 @@ def test_a_bounded_sample_stands_for_all_tokens(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 5, 11])
 def test_likeliest_in_chunks_is_a_softmax_of_plain_logits(random_model, monkeypatch, count):
-    monkeypatch.setattr(rollout, "HEAD_ROWS", {"cpu": rollout.HeadRows(4, 2, 4)})
+    monkeypatch.setattr(rollout, "HEAD_CHUNKS", {"cpu": rollout.HeadChunks(4, 2, 4)})
     model = random_model(spread=0.5)
     ids = torch.randint(2, 100, (12,), generator=torch.Generator().manual_seed(1))
     found = rollout.likeliest(model, ids, count, k=3)

@@ -51,7 +51,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("block", [3, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_in_chunks_is_the_head(chunk, block, dtype, device, monkeypatch):
-    monkeypatch.setitem(rollout.HEAD_ROWS, device, rollout.HeadRows(20, block, 30))
+    monkeypatch.setitem(rollout.HEAD_CHUNKS, device, rollout.HeadChunks(20, block, 30))
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 24, generator=g).to(device, dtype).requires_grad_()
     weight = torch.randn(311, 24, generator=g).to(device, dtype).requires_grad_()

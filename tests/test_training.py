@@ -294,7 +294,7 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
         assert " ".join(seeds[seed] for seed in batch.seeds.tolist()) == names
         assert [sample["problem"] for sample in samples] == [name[0] for name in names.split()]
         assert batch.ids[:, 0].tolist() == ["abcd".index(name[0]) for name in names.split()]
-        parts = batch.split(2)  # views of the same memory, a mini-batch each
+        parts = batch.mini_batches(2)  # views of the same memory, a mini-batch each
         assert torch.equal(torch.cat([part.seeds for part in parts]), batch.seeds)
         assert parts[1].ids.data_ptr() == batch.ids[len(batch.ids) // 2 :].data_ptr()
 
