@@ -74,7 +74,7 @@ class Config:
     seed: int = flag(0, "of the sampling")
     instruction: str = flag(rollout.INSTRUCTION, "follows every problem; may be empty")
     verifier: str = flag("", "causal LM that looks again at what the rule refused")
-    output: str = flag("", "directory of the results (default: runs/eval-<model>)")
+    output: str = flag("", "directory of the results (empty: runs/eval-<model>)")
 
 
 def load_benchmarks(

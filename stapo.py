@@ -90,7 +90,7 @@ class Config:
     resume: str = flag("", "directory of a run to continue, with its flags")
     # the objective
     method: str = flag(
-        "stapo", "or justrl, grpo, 20-entropy (baselines), full-mask, high-entropy, random"
+        "stapo", "stapo; justrl, grpo, 20-entropy (baselines); full-mask, high-entropy, random"
     )
     tau_p: float = flag(0.002, "S2T: a token is a candidate below this probability")
     q: float = flag(0.75, "S2T: silence candidates below this quantile of entropy")
