@@ -95,8 +95,8 @@ def undrawn(monkeypatch):
 
 def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, undrawn):
     seeds = [
-        [metrics(1, 0.1), metrics(2, 0.2), metrics(3, 0.6)],
         [metrics(1, 0.3), metrics(2, 0.7)],
+        [metrics(1, 0.1), metrics(2, 0.2), metrics(3, 0.6)],
         [metrics(1, 0.8), {"step": 2, "accuracy": None}],
     ]
     runs = [write_run(tmp_path / f"{seed}", rows, seed=seed) for seed, rows in enumerate(seeds)]
