@@ -2,7 +2,7 @@
 
     python scripts/replicate.py --jobs 2                   # everything: four hours on two cores
     python scripts/replicate.py --only methods --jobs 2    # the reward is right or wrong: under two
-    python scripts/replicate.py --only drift --jobs 2      # it says nothing: more than two
+    python scripts/replicate.py --only drift --jobs 2      # it says nothing: about two
     python scripts/replicate.py --short --jobs 2           # two seeds, main rows: half an hour
 
 A run is `stapo.py @tests/tiny/args` with other flags: on tests/tiny, on another base model, or from
