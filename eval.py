@@ -238,11 +238,12 @@ def sample_suite(
     suite: Suite,
     decodings: dict[str, tuple[float, float]],
     journal: Journal,
-    cfg: Any,
+    cfg: Config,
 ) -> dict[Key, dict]:
     """{key: row}: a graded response for every benchmark, decoding, problem and sample.
 
-    cfg: Config or stapo.Config, for --instruction, --max_new_tokens, --rollout_batch_size, --seed.
+    cfg: for --instruction, --max_new_tokens, --rollout_batch_size and --seed, which stapo.Config
+    has as well.
     Raises InputError where the journal holds responses to other problems, and Stopped on every rank
     where a stop was asked for.
     """
@@ -280,7 +281,7 @@ def sample_suite(
 
 
 def evaluate(
-    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, cfg: Any
+    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, cfg: Config
 ) -> dict[str, dict]:
     """For training: {benchmark: scores} of a model in memory under the training decoding.
 

@@ -40,10 +40,10 @@ from support.decoding import CHECK_EVERY, decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
 from support.norms import fuse_norms
 from support.progress import bar as progress_bar
-from support.progress import first_time, say, track
+from support.progress import first_time, quiet_datasets, say, track
 from support.seeds import mix_seed
 
-# Newer transformers have another name for a method and still know the old one, which all have.
+# gradient_checkpointing_enable has a new name in newer transformers; the old one works in all.
 warnings.filterwarnings("ignore", message=".gradient_checkpointing_enable. is deprecated")
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -212,6 +212,7 @@ def load_problems(
     """
     import datasets  # slow to import, and needed by no other function
 
+    quiet_datasets()
     builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     builder = builders.get(Path(source).suffix)
     if builder and not Path(source).is_file():

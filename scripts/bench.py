@@ -465,12 +465,12 @@ BENCHES = {"head": head, "update": update, "rollout": rollouts, "step": step}
 
 def measure(name: str, quick: bool) -> Iterator[tuple[str, float]]:
     """What a benchmark measures, and its value; what the GPU has no memory for is left out."""
-    gc.collect()  # a model with methods holds itself
-    torch.cuda.empty_cache()
     try:
         yield from BENCHES[name](quick)
     except torch.OutOfMemoryError as error:
         left_out(name, ". ".join(str(error).split(". ")[:2]))  # and how much was asked for
+    gc.collect()  # a model with methods holds itself
+    torch.cuda.empty_cache()
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def token_sets(model: Model, batch: Batch, seed: int) -> dict[str, Tensor]:
     at_random = torch.zeros_like(silenced)
     at_random[tuple(drawn.T)] = True
     return {
-        "silenced": silenced,
+        "silenced tokens": silenced,
         "kept candidates": candidates & ~silenced,
         "as many others of right answers": at_random,
         "rare tokens of wrong answers": spurious_mask(logp, -batch.advantages, entropy, batch.mask),

@@ -142,9 +142,9 @@ def read_dump(path: Path) -> dict:
 
 def short(value: Any, others: list) -> str:
     """A path without its folders, unless that makes two of the others look alike."""
-    names = {str(other).rpartition("/")[2] for other in others}
+    names = {Path(str(other)).name for other in others}
     alike = len(names) < len({str(other) for other in others})
-    return str(value) if alike else str(value).rpartition("/")[2]
+    return str(value) if alike else Path(str(value)).name
 
 
 def group_runs(paths: list[Path], window: int) -> list[Group]:

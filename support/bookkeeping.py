@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from transformers import HfArgumentParser
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging
 
 from support.distributed import all_max, barrier, broadcast, rank, wait_for_rank_0
 from support.errors import InputError, first_line
@@ -310,6 +311,7 @@ def save_checkpoint(
             head = model.get_output_embeddings()
             if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
                 weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
+            logging.disable_progress_bar()  # transformers': one for each checkpoint would stay
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
         barrier()  # the others wait here, however long rank 0 writes

@@ -145,7 +145,7 @@ def all_max(value: int) -> int:
 
 
 def all_cat(values: torch.Tensor) -> torch.Tensor:
-    """1-D tensors of any length from every rank, concatenated in rank order."""
+    """1-D tensors on the CPU, of any length, from every rank: concatenated in rank order."""
     return torch.cat(all_list(values))
 
 

@@ -5,7 +5,6 @@ has a line a minute in its place. Ranks other than 0 say nothing.
 """
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -154,4 +153,11 @@ def quiet_libraries() -> None:
     if rank() > 0 or not sys.stderr.isatty():
         logging.disable_progress_bar()  # transformers
         disable_progress_bars()  # downloads of huggingface_hub
-        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # `datasets` reads it when imported
+
+
+def quiet_datasets() -> None:
+    """The same for `datasets`, which is slow to import and so imported where it is needed."""
+    if rank() > 0 or not sys.stderr.isatty():
+        import datasets
+
+        datasets.disable_progress_bars()

@@ -399,9 +399,9 @@ def test_a_model_without_layers_cannot_be_sharded():
 def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, capsys):
     """No bar, no carriage return: of two steps, two lines; of a phase of 150 s, two."""
     run(tmp_path / "run")
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
     assert [line.split(":")[0] for line in said.split("\n")] == ["step 1 of 2", "step 2 of 2", ""]
-    assert "\r" not in said
+    assert "\r" not in said and "--- step 1, " in out
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     for _ in progress.track(list(range(15)), "scoring"):

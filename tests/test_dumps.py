@@ -129,6 +129,7 @@ def test_likeliest_in_chunks_is_a_softmax_of_plain_logits(random_model, monkeypa
     ],
 )
 def test_a_long_response_is_cut_around_the_first_silenced(length, silenced, shown, monkeypatch):
+    assert (dumps.TOKENS, dumps.RESPONSES, dumps.WINDOW) == (20_000, 20, 1_000)  # 7 MB at most
     monkeypatch.setattr(dumps, "WINDOW", 10)
     responses = make_responses((length, silenced))
     dump, batch = dump_of(responses), responses["batch"]

@@ -192,18 +192,23 @@ def test_one_step_measures_a_plain_sgd_step_and_takes_it_back(tiny, batch, chose
     for parameter, grad in zip(tiny.parameters(), causal.gradient(tiny, batch, chosen)):
         parameter.grad = -grad
     torch.optim.SGD(tiny.parameters(), lr=1e-3).step()
-    change, kl, own = [], [], []
+    change, kl, own, same_sign = [], [], [], []
     at = 0
-    for ids, mask, inside in zip(batch.ids, batch.mask, chosen):
+    for ids, mask, inside, a in zip(batch.ids, batch.mask, chosen, batch.advantages.tolist()):
         with torch.no_grad():
             new = tiny(ids[None]).logits[0].double().log_softmax(-1)
         for column in mask.nonzero().flatten().tolist():
             p, q = batch.log_pi[at].exp(), new[column - 1].exp()
             change.append(float((p * p.log()).sum() - (q * q.log()).sum()))
             kl.append(float((p * (p / q).log()).sum()))
-            own += [change[-1]] if inside[column] else []
+            if inside[column]:
+                own.append(change[-1])
+                y = int(ids[column])
+                lemma = -float(p[y]) * (float(p[y].log()) - float((p * p.log()).sum())) * a
+                same_sign.append(lemma * change[-1] > 0)
             at += 1
     assert stats["tokens"] == len(own)
+    assert float(stats["same_sign"]) == pytest.approx(sum(same_sign) / len(same_sign))
     for key, values in {"change": change, "kl": kl}.items():
         assert float(stats[key]) == pytest.approx(sum(values) / len(values), rel=1e-3, abs=1e-10)
 

@@ -93,7 +93,7 @@ def assert_update_is_the_reference(model, batch, current, options, **flags):
     """
     columns = responses_of(batch), batch.advantages.tolist(), ragged(batch.old.logp, batch.mask)
     lengths = [len(response.ids) for response in columns[0]]
-    draws = [generator(seed, "noise") for seed in batch.seeds.tolist()]  # a lot for each token
+    draws = [generator(seed, "noise") for seed in batch.seeds.tolist()]  # a number for each token
     noise = [torch.rand(n, generator=draw) for n, draw in zip(lengths, draws)]
     model.zero_grad()
     given = {"noise": noise, "ref_logp": ragged(batch.ref_logp, batch.mask)}
@@ -215,6 +215,7 @@ def test_the_token_at_the_threshold_is_kept(model):
     model.token_stats = lambda *args, **options: (asked.append(options), stats(*args, **options))[1]
     update(model, Frozen(model), batch, choice.keep, counts, Config())
     assert asked and all(options["logp_only"] for options in asked)
+    assert all(options["count"] is not None for options in asked), "a GPU would be waited for"
 
 
 @pytest.mark.parametrize("budget", [1, 20, 50, 10_000])
