@@ -444,7 +444,7 @@ class Method(NamedTuple):
 METHODS = {
     "stapo": Method(silence_spurious, reads="A > 0", divides_by="kept"),
     "justrl": Method(keep_all, reads="none", divides_by="tokens"),
-    "grpo": Method(keep_all, reads="none", divides_by="responses"),  # each has its mean
+    "grpo": Method(keep_all, reads="none", divides_by="responses"),  # the mean of their means
     "20-entropy": Method(keep_high_entropy, reads="all", divides_by="tokens"),  # dropped ones too
     "full-mask": Method(silence_candidates, reads="A > 0", divides_by="kept"),
     "high-entropy": Method(silence_high_entropy, reads="A > 0", divides_by="kept"),
@@ -803,8 +803,8 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
-    own = cfg.quantile_over == "candidates" or cfg.method == "stapo"
-    need("quantile_over", own, "a definition of --method stapo alone")
+    allowed = cfg.quantile_over == "candidates" or cfg.method == "stapo"
+    need("quantile_over", allowed, "a definition of --method stapo alone")
     default_beta = cfg.beta == Config.beta
     need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
     sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last "
@@ -865,7 +865,7 @@ def evaluate_if_due(run: RunFolder, model: Model, task: Task, cfg: Config) -> No
 def train(cfg: Config) -> None:
     """Algorithm 1, --steps times."""
     task = load_task(cfg)
-    # With --resume it is that directory.
+    # With --resume, parse_flags has put that directory into cfg.output.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg), task.fingerprints, resume=bool(cfg.resume))
     model = load_policy(str(run.checkpoint or cfg.model), cfg.gradient_checkpointing)
@@ -879,7 +879,7 @@ def train(cfg: Config) -> None:
     stop.listen()
     try:
         for step in itertools.count(run.step + 1):
-            evaluate_if_due(run, model, task, cfg)  # what the step before has left
+            evaluate_if_due(run, model, task, cfg)  # the model as the step before has left it
             if step > cfg.steps:
                 break
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.

@@ -110,7 +110,7 @@ def with_error(score: dict, digits: int = 1) -> str:
 
 
 def scores_in_words(step: int, scores: dict[str, dict]) -> str:
-    """An evaluation in one line; how many problems it had, a resumed run may change."""
+    """An evaluation in one line, with its number of problems, which a resumed run may change."""
     parts = []
     for name, score in scores.items():
         parts.append(f"{name} {with_error(score)} ({score['problems']} problems)")
