@@ -199,6 +199,20 @@ def graded_row(problem: dict[str, str], response: Response) -> dict:
     }
 
 
+class Settings(NamedTuple):
+    """What an evaluation takes from the flags, which stapo.py and this file have both."""
+
+    instruction: str
+    max_new_tokens: int
+    rollout_batch_size: int
+    seed: int
+
+    @classmethod
+    def of(cls, cfg: object) -> "Settings":
+        """From either Config, by name."""
+        return cls(*(getattr(cfg, name) for name in cls._fields))
+
+
 def fill(
     journal: Journal,
     keys: list[Key],
@@ -213,20 +227,18 @@ def fill(
 
     prompt_of(key): token ids. row_of(key, response): what the journal keeps. options: those of
     rollout.sample. A response depends on its key and the flags alone, so that neither the number of
-    ranks nor an interruption changes it. Raises Stopped on every rank where a stop was asked for.
+    ranks nor an interruption changes it. Raises Stopped on every rank where a stop was asked for,
+    and InputError where a response can outgrow the model.
     """
     share = journal.missing(keys)[rank() :: world_size()]
     prompts = [prompt_of(key) for key in share]
     seeds = [mix_seed(seed, *key) for key in share]
-
-    def ended(place: int, response: Response) -> None:
-        journal.add(share[place], row_of(share[place], response))
-
-    with stop.together():  # at its end the rows of every rank are written
-        rollout.sample(
-            model, tokenizer, prompts, seed=seeds, ended=ended, poll=stop.poll, **options
-        )
-    journal.merge()
+    limit = options["max_new_tokens"]
+    rollout.check_length(model.config, prompts, limit, f"{model.name_or_path}, --max_new_tokens")
+    for ended in stop.together(rollout.sample(model, tokenizer, prompts, seed=seeds, **options)):
+        for place, response in ended:
+            journal.add(share[place], row_of(share[place], response))
+    journal.merge()  # the rows of every rank are written
     if journal.missing(keys):
         where = f"{journal.path}: rank 0 does not see the rows of other ranks"
         raise InputError(f"{where}; put it on a file system that all hosts share")
@@ -238,12 +250,10 @@ def sample_suite(
     suite: Suite,
     decodings: dict[str, tuple[float, float]],
     journal: Journal,
-    cfg: Config,
+    settings: Settings,
 ) -> dict[Key, dict]:
     """{key: row}: a graded response for every benchmark, decoding, problem and sample.
 
-    cfg: for --instruction, --max_new_tokens, --rollout_batch_size and --seed, which stapo.Config
-    has as well.
     Raises InputError where the journal holds responses to other problems, and Stopped on every rank
     where a stop was asked for.
     """
@@ -260,7 +270,7 @@ def sample_suite(
             raise InputError(f"{held}; delete it, or name another --output")
 
     def prompt_of(key: Key) -> list[int]:
-        return encode_prompt(tokenizer, problem_of(suite, key)["problem"], cfg.instruction)
+        return encode_prompt(tokenizer, problem_of(suite, key)["problem"], settings.instruction)
 
     for decoding, (temperature, top_p) in decodings.items():
         fill(
@@ -270,26 +280,26 @@ def sample_suite(
             tokenizer,
             prompt_of,
             lambda key, response: graded_row(problem_of(suite, key), response),
-            seed=cfg.seed,
-            max_new_tokens=cfg.max_new_tokens,
+            seed=settings.seed,
+            max_new_tokens=settings.max_new_tokens,
             temperature=temperature,
             top_p=top_p,
-            batch_size=cfg.rollout_batch_size,
+            batch_size=settings.rollout_batch_size,
             progress=f"{decoding} decoding",
         )
     return {key: journal.rows[key] for key in keys}
 
 
 def evaluate(
-    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, cfg: Config
+    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, settings: Settings
 ) -> dict[str, dict]:
     """For training: {benchmark: scores} of a model in memory under the training decoding.
 
-    path: the journal's file; what it holds is not sampled again. cfg: as in sample_suite. Every
-    rank calls it and gets the scores. Raises Stopped on every rank where a stop was asked for.
+    path: the journal's file; what it holds is not sampled again. Every rank calls it and gets the
+    scores. Raises Stopped on every rank where a stop was asked for.
     """
     decodings = {"training": DECODINGS["training"]}
-    samples = sample_suite(model, tokenizer, suite, decodings, Journal(path), cfg)
+    samples = sample_suite(model, tokenizer, suite, decodings, Journal(path), settings)
     return summarize(samples)["training"]
 
 
@@ -520,7 +530,8 @@ def run(cfg: Config) -> None:
     if not tokenizer.chat_template:
         progress.say(f"{cfg.model} has no chat template: problems go in as plain text")
     stop.listen()
-    samples = sample_suite(model, tokenizer, suite, decodings, journal, cfg)
+    settings = Settings.of(cfg)
+    samples = sample_suite(model, tokenizer, suite, decodings, journal, settings)
     if cfg.verifier:
         del model  # its memory is the verifier's
         verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")

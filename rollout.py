@@ -1,22 +1,21 @@
-"""Rollouts: problems and prompts in, sampled responses out, and the statistics of their tokens.
+"""Rollouts: problems and prompts in, sampled responses out, and p and H of their tokens.
 
-Read in the order of use: the model and its tokenizer; problems and prompts; sampling, which Hugging
-Face's `generate` hands on to the loop in support/decoding.py, whose `next_token` draws from pi;
-then the statistics of every response token. They are the token's log-probability, the entropy of
-the distribution it was drawn from, and that distribution's collision probability, from which dumps
-have the gradient's norm (Sec. 3.2).
+Read in the order of use: the model and its tokenizer; problems and prompts; sampling; the policy.
+Sampling is a loop over responses: Hugging Face's `generate` hands on to `decoding_loop` in
+support/decoding.py, whose `next_token` draws from pi. From the training loop to the log-probability
+and the entropy of a token there are four names: `statistics_pass` of stapo.py, which says of which
+responses; `response_stats`, in micro-batches; `Policy.forward`, the hidden states; and `HeadStats`
+in support/head.py, the output head.
 """
 
 import contextlib
 import functools
 import itertools
 import re
-import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,23 +27,19 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     PreTrainedConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer
 
 from support import distributed
-from support.decoding import CHECK_EVERY, decoding_loop, rounded_up, until_stop
+from support.decoding import decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
+from support.head import HeadStats, TokenStats, use_float32_head
 from support.norms import fuse_norms
 from support.progress import bar as progress_bar
 from support.progress import first_time, quiet_datasets, say, track
 from support.seeds import mix_seed
-
-# gradient_checkpointing_enable has a new name in newer transformers; the old one works in all.
-warnings.filterwarnings("ignore", message=".gradient_checkpointing_enable. is deprecated")
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -77,7 +72,8 @@ def load_model(
     options = {"dtype": dtype, "config": load_config(name)}
     model = load_pretrained(AutoModelForCausalLM, "model", name, **options)
     check_positions(name, model)
-    return fuse_norms(model).to(device).eval()  # each RMSNorm is one kernel, with the same numbers
+    # Each RMSNorm is one kernel with the same numbers, and logits are a float32 product.
+    return use_float32_head(fuse_norms(model)).to(device).eval()
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -94,8 +90,8 @@ def load_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
-    """A model with float32 weights and the methods below.
+def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
+    """A Policy with float32 weights.
 
     On CUDA, with one GPU too, FSDP2 shards it over the ranks, and it computes in bfloat16. Rank 0
     alone reads the weights, on the CPU; every rank builds an empty model, cuts it into shards and
@@ -106,36 +102,19 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> Model:
         check_head(whole)
     distributed.barrier()  # the others wait here, however long a download takes
     if not dist.is_initialized():  # a CPU alone
-        return with_methods(whole, gradient_checkpointing)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
-    distributed.shard(with_methods(model, gradient_checkpointing), GATHERED_METHODS)
-    model.to_empty(device=distributed.device())
-    for module in model.modules():  # rotary frequencies are computed, not stored
+        return Policy(whole, gradient_checkpointing)
+    policy = Policy(distributed.empty_model(load_config(name)), gradient_checkpointing)
+    distributed.shard(policy)
+    policy.to_empty(device=distributed.device())
+    for module in policy.modules():  # rotary frequencies are computed, not stored
         if next(module.buffers(recurse=False), None) is not None:
-            model._init_weights(module)
+            policy.model._init_weights(module)
     weights = whole.state_dict() if whole else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
+    set_model_state_dict(policy.model, weights, options=options)
     generation_config = whole.generation_config if whole else None
-    model.generation_config = distributed.broadcast(generation_config)
-    return model.eval()
-
-
-GATHERED_METHODS = ("token_stats", "likeliest")
-
-
-def with_methods(model: Model, gradient_checkpointing: bool = False) -> Model:
-    """The model with two functions of this file as methods: token_stats and likeliest.
-
-    They use the head's weight outside the model's own forward. FSDP2 gathers weights only around
-    calls of the model's own methods, so these two functions have to be methods.
-    """
-    model.token_stats = types.MethodType(token_stats, model)
-    model.likeliest = types.MethodType(likeliest, model)
-    if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    policy.model.generation_config = distributed.broadcast(generation_config)
+    return policy
 
 
 def check_positions(name: str, model: Model) -> None:
@@ -154,6 +133,30 @@ def check_positions(name: str, model: Model) -> None:
                 f"{name}: its config.json has rope_type {kind!r}, rotary positions that depend on "
                 "the longest row of a batch, which is not supported"
             )
+
+
+def check_length(
+    config: PreTrainedConfig, prompts: list[list[int]], max_new_tokens: int, flag: str
+) -> None:
+    """Raise InputError, naming `flag`, where a response to a prompt can outgrow the positions that
+    the model was made for; config is the model's.
+    """
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions:
+        return
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *rope.values()):  # there may be a dict for each type of layer
+        if isinstance(kind, dict) and kind.get("factor"):
+            # Under YaRN max_position_embeddings can be the length before the factor.
+            before = kind.get("original_max_position_embeddings") or 0
+            positions = max(positions, int(kind["factor"] * before))
+    longest = max(map(len, prompts), default=0)
+    if longest + max_new_tokens > positions:
+        raise InputError(
+            f"{flag} {max_new_tokens}: the longest prompt has {longest} tokens and the model "
+            f"{positions} positions, so that at most {max(0, positions - longest)} fit"
+        )
 
 
 @torch.no_grad()
@@ -299,56 +302,52 @@ def sample(
     batch_size: int = 256,
     seed: int | list[int] = 0,
     progress: str | None = None,
-    ended: Callable[[int, Response], None] | None = None,
-    poll: Callable[[], None] | None = None,
-) -> list[Response]:
+) -> Iterator[list[tuple[int, Response]]]:
     """Sample one response for each prompt (repeat a prompt G times for a group of G).
+
+    Every few tokens it yields the responses that have ended, often none, each behind the place of
+    its prompt. `in_order` makes one list of all. Who leaves the loop early ends the sampling.
 
     At most `batch_size` responses are decoded at a time. `temperature` 0 is greedy decoding.
     `seed` is a list with one seed for each response, or a number from which the list is made. A
     response depends on its own prompt and seed and on the weights: what else is decoded beside it
-    changes its rounding alone. `progress` names a bar over responses. `ended` is called with a
-    prompt's place and its response as soon as that has ended, and `poll` every CHECK_EVERY tokens;
-    what either of them raises ends the sampling.
+    changes its rounding alone. `progress` names a bar over responses.
 
     A model with sliding windows or a recurrent state needs a cache of its own, which has no slots.
-    Its prompts go in batches, each of which waits for its longest response. Plain `generate` draws
-    from torch's generator, and a batch has one seed, that of its first response. So what is sampled
-    depends on the size of the batches and, on a GPU, on the memory that is free.
+    Its prompts go in batches, each of which waits for its longest response and is yielded whole.
+    Plain `generate` draws from torch's generator, and a batch has one seed, that of its first
+    response. So what is sampled depends on the size of the batches and, on a GPU, on the memory
+    that is free.
     """
     if not prompts:
-        return []
+        return
     seeds = [mix_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else seed
     stops = stop_ids(model, tokenizer)
     config = sampling_config(temperature, top_p, max_new_tokens, stops, tokenizer.pad_token_id)
     size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size, top_p)
-    responses: dict[int, Response] = {}
+    if has_full_attention(model):
+        loop = functools.partial(decoding_loop, slots=size, seeds=seeds)
+        drawn = generate(model, prompts, config, custom_generate=loop)
+    else:
+        drawn = generate_in_batches(model, prompts, config, size, seeds)
     bar = progress_bar(len(prompts), progress)
-
-    def end(place: int, ids: list[int]) -> None:
-        text = to_text(tokenizer, ids, True)
-        truncated = ids[-1] not in stops
-        responses[place] = Response(prompts[place], ids, truncated, text)
-        bar.update()
-        if ended:
-            ended(place, responses[place])
-
-    def look() -> None:
-        bar.update(0)  # a log gets its line a minute, also where no response ends
-        if poll:
-            poll()
-
-    with contextlib.closing(bar), ready_to_generate(model, config):
-        if has_full_attention(model):
-            loop = functools.partial(decoding_loop, slots=size, seeds=seeds, end=end, poll=look)
-            generate(model, prompts, config, custom_generate=loop)
-        else:
-            generate_in_batches(model, prompts, config, size, seeds, end=end, poll=look)
+    with contextlib.closing(bar), contextlib.closing(drawn):
+        for ended in in_evaluation_mode(model, drawn):
+            bar.update(len(ended))  # with 0, too: a log gets its line a minute
+            yield [
+                (i, Response(prompts[i], ids, ids[-1] not in stops, to_text(tokenizer, ids, True)))
+                for i, ids in ended.items()
+            ]
     if model.device.type == "cuda":
         # The cache's memory goes back to the GPU. Otherwise gradients and AdamW's moments would be
         # put into pieces of it, and no free piece would be large enough for the next cache.
         torch.cuda.empty_cache()
-    return [responses[place] for place in range(len(prompts))]
+
+
+def in_order(drawn: Iterator[list[tuple[int, Response]]]) -> list[Response]:
+    """All responses that `sample` yields, in the order of their prompts."""
+    responses = dict(itertools.chain.from_iterable(drawn))
+    return [responses[place] for place in sorted(responses)]
 
 
 def sampling_config(
@@ -372,53 +371,63 @@ def sampling_config(
 
 def generate(
     model: Model, prompts: list[list[int]], config: GenerationConfig, **options: Any
-) -> torch.Tensor | None:
-    """model.generate on all prompts, left-padded as it wants them; decoding_loop strips them."""
+) -> Any:
+    """model.generate on all prompts, left-padded as it wants them; decoding_loop strips them.
+
+    Nothing of the model's own generation_config applies: `config` has every field. Raises
+    RuntimeError where `generate` would run a logits processor that config does not ask for.
+    """
     width, pad = max(map(len, prompts)), config.pad_token_id
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])  # (N, P)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # (N, P)
     options |= {"attention_mask": mask.to(model.device), "generation_config": config}
-    return model.generate(ids.to(model.device), synced_gpus=False, **options)
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        used = model._prepare_generation_config(config)[0]
+        used = {type(p).__name__ for p in model._get_logits_processor(used, model_kwargs={})}
+        wanted = {"TemperatureLogitsWarper"} if config.temperature not in (None, 1) else set()
+        wanted |= {"TopPLogitsWarper"} if config.top_p not in (None, 1) else set()
+        if used != wanted:
+            raise RuntimeError(f"generate would apply {sorted(used)}, not {sorted(wanted)}")
+        return model.generate(ids.to(model.device), synced_gpus=False, **options)
+    finally:
+        model.generation_config = own
 
 
 def generate_in_batches(
-    model: Model,
-    prompts: list[list[int]],
-    config: GenerationConfig,
-    size: int,
-    seeds: list[int],
-    *,
-    end: Callable[[int, list[int]], None],
-    poll: Callable[[], None],
-) -> None:
+    model: Model, prompts: list[list[int]], config: GenerationConfig, size: int, seeds: list[int]
+) -> Iterator[dict[int, list[int]]]:
     """decoding_loop's part for a model whose cache has no slots, by plain `generate`.
 
-    `end` gets a batch as a whole. Otherwise a stop would leave its short responses, the long ones
+    A batch is yielded as a whole. Otherwise a stop would leave its short responses, the long ones
     would be drawn again with another seed, and responses would come out too short.
     """
     name = type(model).__name__
     if first_time(name):
         say(f"{name} needs a cache of its own: plain generate, in batches")
-    stops, polls = set(config.eos_token_id), StoppingCriteriaList([Poll(poll)])
+    stops = set(config.eos_token_id)
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         torch.manual_seed(seeds[start])
-        rows = generate(model, batch, config, stopping_criteria=polls)  # (B, P + T)
-        generated = rows[:, max(map(len, batch)) :]  # (B, T)
-        for i, ids in enumerate(generated.tolist()):
-            end(start + i, until_stop(ids, stops))
+        rows = generate(model, batch, config)[:, max(map(len, batch)) :].tolist()  # B x T
+        yield {start + i: until_stop(ids, stops) for i, ids in enumerate(rows)}
 
 
-class Poll(StoppingCriteria):
-    """Calls a function now and then, and ends no response."""
+def in_evaluation_mode(model: Model, work: Iterator) -> Iterator:
+    """Its items, each made while the model is in evaluation mode.
 
-    def __init__(self, poll: Callable[[], None]) -> None:
-        self.poll = poll
-
-    def __call__(self, input_ids: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
-        if input_ids.shape[1] % CHECK_EVERY == 0:
-            self.poll()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    Gradient checkpointing, active in training mode, would turn the cache off.
+    """
+    while True:
+        training = model.training
+        model.eval()
+        try:
+            item = next(work, None)
+        finally:
+            model.train(training)
+        if item is None:
+            return
+        yield item
 
 
 def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) -> str:
@@ -446,33 +455,11 @@ def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: f
     # The cache of slots is reserved whole. Plain `generate` copies one layer's keys or values at a
     # time when its cache grows. With two layers or more, the fifth of the memory that is left free
     # is enough for the copy.
-    # Of each id of the vocabulary there are two logits (2 and 4 bytes), the softmax and its sums (8
-    # each): 24 bytes, rounded up. Top-p sorts before the softmax: there are three logits (2, 4, 4),
-    # sorted values and indices (4, 8) and CUDA's own buffers (32): 56 bytes, rounded up.
-    per_id = 24 if top_p == 1 else 56
+    # Of each id of the vocabulary there are the logits and the same divided by the temperature (4
+    # bytes each), the softmax and its sums (8 each): 24 bytes. Top-p sorts before the softmax:
+    # there are both logits, sorted values and indices (4, 8) and CUDA's buffers (32): 52 bytes.
+    per_id = 24 if top_p == 1 else 52
     return per_token * rounded_up(length, 8) + per_id * config.vocab_size
-
-
-@contextlib.contextmanager
-def ready_to_generate(model: Model, config: GenerationConfig) -> Iterator[None]:
-    """Inside, nothing of the model's own generation_config applies: `config` has every field.
-
-    Raises RuntimeError where `generate` would run a logits processor that config does not ask for.
-    """
-    own, training = model.generation_config, model.training
-    model.generation_config = GenerationConfig()
-    model.eval()  # gradient checkpointing, active in training mode, would turn the cache off
-    try:
-        used = model._prepare_generation_config(config)[0]
-        used = {type(p).__name__ for p in model._get_logits_processor(used, model_kwargs={})}
-        wanted = {"TemperatureLogitsWarper"} if config.temperature not in (None, 1) else set()
-        wanted |= {"TopPLogitsWarper"} if config.top_p not in (None, 1) else set()
-        if used != wanted:
-            raise RuntimeError(f"generate would apply {sorted(used)}, not {sorted(wanted)}")
-        yield
-    finally:
-        model.generation_config = own
-        model.train(training)
 
 
 def has_full_attention(model: Model) -> bool:
@@ -482,33 +469,85 @@ def has_full_attention(model: Model) -> bool:
     return full and hasattr(model.base_model, "rotary_emb")
 
 
-# ------------------------------------------------------------------------------ token statistics
+# -------------------------------------------------------------------------------------- the policy
 
 
-class TokenStats(NamedTuple):
-    """What the paper looks at in a token, as tensors of one shape; float32, full vocabulary."""
+class Policy(torch.nn.Module):
+    """pi_theta: transformers' model, and p and H of the tokens of given responses under it."""
 
-    logp: torch.Tensor  # ln pi(y) of the token that was sampled
-    entropy: torch.Tensor | None  # H of the distribution that it was drawn from, nats
-    collision: torch.Tensor | None  # sum_v pi(v)^2 of that distribution
+    def __init__(self, model: Model, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.eval()
+        if gradient_checkpointing:  # activations of the backward pass are computed again, not kept
+            model.activation_checkpointing_enable({"use_reentrant": False})
+
+    def inputs(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple:
+        """forward's ids, mask and count, of tensors on the CPU. They go to a GPU without a wait."""
+        count = int(mask[:, 1:].sum())
+        return *(t.to(self.model.device, non_blocking=True) for t in (ids, mask)), count
+
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, count: int, *, logp_only: bool = False
+    ) -> TokenStats:
+        """Log-probability and entropy of every response token of right-padded rows.
+
+        ids (B, L) long; mask (B, L) bool, True on response tokens; count: how many of them are
+        True, the first column left out. To count them here would wait for a GPU.
+        Returns logp (ln, with gradient) and entropy (nats): (B, L) float32 each, aligned with ids
+        (column t is about token t, predicted from the tokens before it) and 0 elsewhere.
+        Temperature 1, full vocabulary. With `logp_only` entropy is None and takes no time.
+        """
+        # No token sees the padding to its right under causal attention, which needs no mask then.
+        # A rank without rows takes part in the collectives of the others: it forwards one token.
+        rows = ids if len(ids) else ids.new_zeros(1, 1)
+        hidden = self.model.base_model(rows, use_cache=False).last_hidden_state  # (B, L, D)
+        # The place before each response token, whose hidden state predicts it: (N,) each.
+        row, before = mask[:, 1:].nonzero_static(size=count).unbind(1)
+        weight = self.model.get_output_embeddings().weight  # (V, D)
+        stats = HeadStats.apply(hidden[row, before], weight, ids[row, before + 1], logp_only)
+        empty = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+
+        def placed(values: torch.Tensor | None) -> torch.Tensor | None:  # (N,) -> (B, L)
+            return None if values is None else empty.index_put((row, before + 1), values)
+
+        return TokenStats(*map(placed, stats))
+
+
+@torch.no_grad()
+def response_stats(
+    policy: Policy, ids: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor, budget: int
+) -> TokenStats:
+    """The statistics of every response token under this policy: (B, L) float32 on the CPU.
+
+    ids (B, L) long, mask (B, L) bool, lengths (B,) of prompt and response: right-padded rows on the
+    CPU. `budget` is the tokens of a micro-batch, whose rows are cut to their longest.
+    """
+    found = TokenStats(torch.zeros(ids.shape), torch.zeros(ids.shape))
+    for places in track(micro_batches(lengths.tolist(), budget), "statistics"):
+        rows = torch.tensor(places, dtype=torch.long)
+        width = max(lengths[rows].tolist(), default=0)
+        stats = policy(*policy.inputs(ids[rows, :width], mask[rows, :width]))
+        both = torch.stack(stats).cpu()  # (2, B, W): one transfer for the micro-batch
+        for whole, values in zip(found, both, strict=True):
+            whole[rows, :width] = values
+    distributed.reshard(policy)
+    return found
 
 
 def pad_batch(responses: list[Response]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded [prompt, response] rows -> input_ids, attention_mask, response_mask: (B, L).
+    """Right-padded [prompt, response] rows -> ids (B, L) long, response mask (B, L) bool, and the
+    length of each row (B,).
 
     Under causal attention no token sees the padding, so that its id, 0, matters nowhere.
     """
-    width = max(len(r.prompt_ids) + len(r.ids) for r in responses)
-    ids = torch.zeros(len(responses), width, dtype=torch.long)
-    attention = torch.zeros(len(responses), width, dtype=torch.bool)
-    response_mask = torch.zeros(len(responses), width, dtype=torch.bool)
-    for i, r in enumerate(responses):
-        start = len(r.prompt_ids)
-        end = start + len(r.ids)
-        ids[i, :end] = torch.tensor(r.prompt_ids + r.ids)
-        attention[i, :end] = True
-        response_mask[i, start:end] = True
-    return ids, attention, response_mask
+    lengths = [len(r.prompt_ids) + len(r.ids) for r in responses]
+    ids = torch.zeros(len(responses), max(lengths), dtype=torch.long)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for i, (r, length) in enumerate(zip(responses, lengths, strict=True)):
+        ids[i, :length] = torch.tensor(r.prompt_ids + r.ids)
+        mask[i, len(r.prompt_ids) : length] = True
+    return ids, mask, torch.tensor(lengths)
 
 
 def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
@@ -531,107 +570,6 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
     return batches + [[]] * (count - len(batches))
 
 
-def batch_stats(
-    model: Model, ids: torch.Tensor, mask: torch.Tensor, *, logp_only: bool = False
-) -> TokenStats:
-    """token_stats of a right-padded micro-batch that is on the CPU."""
-    # The tokens are counted on the CPU, so that token_stats need not wait for a GPU.
-    count = int(mask[:, 1:].sum())
-    ids, mask = (t.to(model.device, non_blocking=True) for t in (ids, mask))
-    # The function below, as with_methods attached it.
-    return model.token_stats(ids, None, mask, count=count, logp_only=logp_only)
-
-
-@torch.no_grad()
-def response_stats(
-    model: Model, ids: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor, budget: int
-) -> TokenStats:
-    """The statistics of every response token under this model: (B, L) float32 on the CPU.
-
-    ids (B, L) long, mask (B, L) bool, lengths (B,) of prompt and response: right-padded rows.
-    `budget` is the tokens of a micro-batch, whose rows are cut to their longest.
-    """
-    found = TokenStats(*(torch.zeros(ids.shape) for _ in TokenStats._fields))
-    for places in track(micro_batches(lengths.tolist(), budget), "statistics"):
-        rows = torch.tensor(places, dtype=torch.long)
-        width = max(lengths[rows].tolist(), default=0)
-        stats = batch_stats(model, ids[rows, :width], mask[rows, :width])
-        three = torch.stack(stats).cpu()  # (3, B, W): one transfer for the micro-batch
-        for whole, values in zip(found, three, strict=True):
-            whole[rows, :width] = values
-    distributed.reshard(model)
-    return found
-
-
-def token_stats(
-    model: Model,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    response_mask: torch.Tensor,
-    *,
-    chunk: int | None = None,
-    logp_only: bool = False,
-    count: int | None = None,
-) -> TokenStats:
-    """Log-probability, entropy and collision probability of every response token.
-
-    input_ids (B, L) long; attention_mask, response_mask (B, L) bool, padding on either side. The
-    attention mask may be None where padding is on the right alone.
-    Returns logp (ln, with gradient), entropy (nats) and collision (sum of squared probabilities):
-    each (B, L) float32, aligned with input_ids (column t is about token t, predicted from the
-    tokens before it) and 0 outside response_mask. Temperature 1, full vocabulary. With
-    `logp_only` the other two are None and take no time. `count`: how many are True in
-    response_mask, its first column left out; without it a GPU is asked, which waits for its work.
-    """
-    predicted = response_mask.clone()
-    predicted[:, :1] = False  # nothing comes before the first token
-    count = int(predicted.sum()) if count is None else count
-    rows, columns = predicted.nonzero_static(size=count).unbind(1)  # (N,) each
-    # Under causal attention a token never sees padding to its right, so right padding needs no
-    # mask; positions count real tokens, so left padding does not shift them.
-    left_padded = attention_mask is not None and not bool(attention_mask[:, 0].all())
-    # A rank without rows takes part in the collectives of the others: it forwards a dummy token.
-    hidden = model.base_model(
-        input_ids if len(input_ids) else input_ids.new_zeros(1, 1),
-        attention_mask=attention_mask.long() if left_padded else None,
-        position_ids=(attention_mask.long().cumsum(1) - 1).clamp(min=0) if left_padded else None,
-        use_cache=False,
-    ).last_hidden_state  # (B, L, D)
-    hidden = hidden[rows, columns - 1]  # (N, D): the states that predict response tokens
-    weight, targets = model.get_output_embeddings().weight, input_ids[rows, columns]  # (V, D), (N,)
-    stats = head_stats(hidden, weight, targets, chunk=chunk, logp_only=logp_only)
-    empty = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-
-    def placed(values: torch.Tensor | None) -> torch.Tensor | None:  # (N,) -> (B, L)
-        return None if values is None else empty.index_put((rows, columns), values)
-
-    return TokenStats(placed(stats.logp), placed(stats.entropy), placed(stats.collision))
-
-
-@torch.no_grad()
-def likeliest(
-    model: Model, ids: torch.Tensor, count: int, *, k: int = 5
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model would rather have said: the k likeliest tokens at the last `count` places.
-
-    ids (L,) long, a prompt and its response, count < L. Returns their probabilities (count, k)
-    float32, largest first, and their ids (count, k) long, both on the CPU; row t is about the
-    place of ids[L - count + t]. Temperature 1, full vocabulary.
-    """
-    row = ids[None].to(model.device)  # (1, L)
-    hidden = model.base_model(row, use_cache=False).last_hidden_state  # (1, L, D)
-    hidden = hidden[0, -count - 1 : -1]  # (count, D): the states that predict those places
-    weight = model.get_output_embeddings().weight  # (V, D)
-    probabilities, top_ids = torch.empty(count, k), torch.empty(count, k, dtype=torch.long)
-    chunk = head_chunks(hidden.device).logits
-    for i in range(0, count, chunk):
-        logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
-        top = logits.topk(k)  # (C, k)
-        probabilities[i : i + chunk] = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
-        top_ids[i : i + chunk] = top.indices
-    return probabilities, top_ids
-
-
 def sampling_gap(
     logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -644,108 +582,3 @@ def sampling_gap(
     """
     d = (-logp.double() - entropy.double())[mask]
     return d.mean(), d.sum() / d.square().sum().sqrt()
-
-
-class HeadChunks(NamedTuple):
-    """How many tokens the output head works on at a time.
-
-    With many, fewer kernels are launched, which is what counts on a GPU. With few, their logits
-    stay in a CPU's caches.
-    """
-
-    logits: int  # in a forward: (tokens, V) logits exist at once
-    softmax: int  # in a forward: of these, the tokens whose softmax exists at once
-    gradient: int  # in a backward: each chunk reads and writes the weight's whole gradient
-
-
-HEAD_CHUNKS = {"cpu": HeadChunks(256, 32, 256), "cuda": HeadChunks(384, 128, 1536)}
-
-
-def head_chunks(device: torch.device) -> HeadChunks:
-    """What suits a device."""
-    return HEAD_CHUNKS["cpu" if device.type == "cpu" else "cuda"]
-
-
-def head_stats(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    chunk: int | None = None,
-    logp_only: bool = False,
-) -> TokenStats:
-    """The output head, in chunks of tokens: (N, V) logits never exist at once.
-
-    hidden (N, D), weight (V, D), targets (N,) long -> logp, entropy (nats), collision: (N,)
-    float32; with `logp_only` entropy and collision are None. The gradient flows through logp only,
-    to hidden and weight. chunk: tokens at a time, by default what suits the device (HEAD_CHUNKS).
-    """
-    sizes = head_chunks(hidden.device)
-    sizes = sizes._replace(logits=chunk, gradient=chunk) if chunk else sizes
-    logp, entropy, collision = HeadStats.apply(hidden, weight, targets, sizes, logp_only)
-    return TokenStats(logp, entropy, collision)
-
-
-class HeadStats(torch.autograd.Function):
-    """Softmax statistics with a backward that recomputes each chunk of logits."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, sizes, logp_only):
-        empty = hidden.new_empty(len(targets), dtype=torch.float32)
-        logp, entropy, collision, lse = (torch.empty_like(empty) for _ in range(4))
-        for i in range(0, len(targets), sizes.logits):
-            logits = float32_logits(hidden[i : i + sizes.logits], weight)  # (C, V) float32
-            # few rows at a time, so that pi is a small second buffer beside the logits
-            for j, block in enumerate(logits.split(sizes.softmax)):
-                rows = slice(i + j * sizes.softmax, i + j * sizes.softmax + len(block))
-                lse[rows] = block.logsumexp(-1)
-                chosen = block.gather(1, targets[rows, None]).squeeze(1)
-                logp[rows] = chosen - lse[rows]
-                if not logp_only:
-                    block -= lse[rows, None]  # ln pi
-                    probs = block.exp()  # pi
-                    entropy[rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
-                    collision[rows] = torch.linalg.vecdot(probs, probs)  # sum_v pi^2
-                    del probs
-            del logits, block  # before the next chunk's exist
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunk = sizes.gradient
-        if logp_only:
-            return logp, None, None
-        ctx.mark_non_differentiable(entropy, collision)
-        return logp, entropy, collision
-
-    @staticmethod
-    def backward(ctx, grad_logp, _entropy, _collision):
-        hidden, weight, targets, lse = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for i in range(0, len(targets), ctx.chunk):
-            rows = slice(i, i + ctx.chunk)
-            # d logp / d logits = onehot - pi
-            grad = float32_logits(hidden[rows], weight)  # (C, V) float32: the logits
-            grad.sub_(lse[rows, None]).exp_().neg_()  # -pi, in the same memory
-            grad.scatter_add_(1, targets[rows, None], torch.ones_like(grad[:, :1]))
-            grad *= grad_logp[rows, None]
-            grad = grad.to(hidden.dtype)  # in bfloat16 a copy: the float32 one is freed here
-            grad_hidden[rows] = grad @ weight
-            add_product(grad_weight, grad.T, hidden[rows])
-            del grad  # before the next chunk's exists
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
-
-
-def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden @ weight.T accumulated and returned in float32: p < 0.002 is decided on it."""
-    if hidden.dtype == torch.float32:
-        return hidden @ weight.T
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return hidden.float() @ weight.T.float()
-
-
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right in float32; on CUDA bfloat16 operands go to the tensor cores as is."""
-    if left.is_cuda and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(left.float(), right.float())

@@ -27,7 +27,6 @@ Read from top to bottom: the flags, the loss beside its equations, a mini-batch 
 tokens each method keeps, the update, the collection of a step's responses, the metrics, the loop.
 """
 
-import functools
 import itertools
 import math
 import time
@@ -44,12 +43,13 @@ import eval as evaluation
 from reward import load_reward
 from rollout import (
     INSTRUCTION,
-    Model,
+    Policy,
     Response,
     Tokenizer,
     TokenStats,
-    batch_stats,
+    check_length,
     encode_prompt,
+    load_config,
     load_policy,
     load_problems,
     load_tokenizer,
@@ -58,7 +58,6 @@ from rollout import (
     response_stats,
     sample,
     sampling_gap,
-    to_text,
 )
 from support import distributed, progress
 from support.bookkeeping import (
@@ -66,14 +65,12 @@ from support.bookkeeping import (
     Stopped,
     fingerprint,
     flag,
-    is_due,
     load_optimizer,
     parse_flags,
     peak_memory_gb,
     stop,
 )
 from support.distributed import all_cat, all_list, all_sum, rank, world_size
-from support.dumps import make_dump
 from support.errors import InputError, RewardError
 from support.seeds import generator, mix_seed
 
@@ -107,7 +104,7 @@ class Config:
     group_size: int = flag(8, "responses to each prompt (G)")
     max_prompt_tokens: int = flag(1024, "longer prompts are dropped")
     max_new_tokens: int = flag(15360, "response length at most")
-    lr: float = flag(1e-6, "AdamW's constant rate; 0 only measures: no update")
+    lr: float = flag(1e-6, "AdamW's constant rate")
     warmup_steps: int = flag(10, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "AdamW's (JustRL's value; the paper names none)")
     grad_clip: float = flag(1.0, "largest gradient norm")
@@ -121,7 +118,6 @@ class Config:
     save_minutes: float = flag(60, "minutes between checkpoints at most (0: only by --save_every)")
     keep_last: int = flag(2, "checkpoints kept")
     log_samples: int = flag(8, "responses of every step that go to samples.jsonl")
-    dump_every: int = flag(0, "steps between dumps of tokens for figures.py (0: none)")
     eval_every: int = flag(0, "steps between evaluations, the first before step 1 (0: none)")
     eval_benchmarks: list[str] = flag(["aime24"], "eval.py's names, or .jsonl or .parquet files")
     eval_limit: int = flag(0, "first problems of each benchmark (0: all)")
@@ -283,17 +279,22 @@ def ratio_sums(
     eps_low: float,
     eps_high: float,
 ) -> dict[str, torch.Tensor]:
-    """Of all tokens in mask: their number, the sum of rho, and how many the clip stops at each end.
+    """Of all tokens in mask: their number, the sum of rho, that of rho - 1 - ln rho, and how many
+    the clip stops at each end.
 
-    It stops a token with A < 0 below 1 - eps_low, and one with A > 0 above 1 + eps_high: there the
+    The mean of rho - 1 - ln rho estimates KL(pi_old || pi_theta): it is 0 where both are equal, and
+    grows where some rho are above 1 and others below, which leaves the mean of rho at 1. The clip
+    stops a token with A < 0 below 1 - eps_low, and one with A > 0 above 1 + eps_high: there the
     clipped term has no gradient.
     """
-    rho = (logp - old_logp).masked_fill(~mask, 0.0).exp()  # (B, T)
+    log_rho = (logp - old_logp).masked_fill(~mask, 0.0)  # (B, T)
+    rho = log_rho.exp()  # (B, T)
     low = (advantages[:, None] < 0) & (rho < 1 - eps_low)  # (B, T)
     high = (advantages[:, None] > 0) & (rho > 1 + eps_high)  # (B, T)
     return {
         "tokens": mask.sum(),
         "ratio_sum": rho.masked_fill(~mask, 0.0).sum(),
+        "kl_sum": (rho - 1 - log_rho).sum(),
         "clip_low": (low & mask).sum(),
         "clip_high": (high & mask).sum(),
     }
@@ -379,7 +380,7 @@ class Choice(NamedTuple):
 
     keep: torch.Tensor  # (B, L) bool: the tokens that carry a gradient, the paper's I
     candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
-    tau_h: float  # the threshold that was used, nats under stapo; not finite where there is none
+    tau_h: float | None  # H below it was silenced, nats; None where no entropy decided
 
 
 def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
@@ -396,12 +397,14 @@ def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     over = batch.mask if cfg.quantile_over == "all" else candidates
     tau_h = quantile(all_cat(stats.entropy[over]), cfg.q)
     silenced = spurious_mask(*tokens, tau_p=cfg.tau_p, tau_h=tau_h)
-    return Choice(keep=batch.mask & ~silenced, candidates=candidates, tau_h=float(tau_h))
+    threshold = float(tau_h) if tau_h.isfinite() else None  # without candidates there is none
+    return Choice(keep=batch.mask & ~silenced, candidates=candidates, tau_h=threshold)
 
 
 def silence_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """As many candidates as STAPO silences, those of the highest entropy: -H is ranked, not H."""
-    return silence_spurious(batch, stats._replace(entropy=-stats.entropy), cfg)
+    ranked = stats._replace(entropy=-stats.entropy)
+    return silence_spurious(batch, ranked, cfg)._replace(tau_h=None)
 
 
 def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
@@ -412,25 +415,26 @@ def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     numbers = torch.zeros(batch.mask.shape)
     for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
         numbers[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
-    return silence_spurious(batch, stats._replace(entropy=numbers), cfg)
+    ranked = stats._replace(entropy=numbers)
+    return silence_spurious(batch, ranked, cfg)._replace(tau_h=None)
 
 
 def silence_candidates(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """FullMask: every low-probability token of a right response is silenced."""
     candidates = spurious_candidates(stats.logp, batch.advantages, batch.mask, tau_p=cfg.tau_p)
-    return Choice(keep=batch.mask & ~candidates, candidates=candidates, tau_h=math.inf)
+    return Choice(keep=batch.mask & ~candidates, candidates=candidates, tau_h=None)
 
 
 def keep_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """20-Entropy: a fifth of all tokens is kept, those of the highest entropy."""
     least = quantile(all_cat(stats.entropy[batch.mask]), 0.8)
     keep = batch.mask & (stats.entropy >= least)
-    return Choice(keep=keep, candidates=torch.zeros_like(keep), tau_h=-math.inf)
+    return Choice(keep=keep, candidates=torch.zeros_like(keep), tau_h=None)
 
 
 def keep_all(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """JustRL and GRPO: every response token."""
-    return Choice(batch.mask, candidates=torch.zeros_like(batch.mask), tau_h=-math.inf)
+    return Choice(batch.mask, candidates=torch.zeros_like(batch.mask), tau_h=None)
 
 
 class Method(NamedTuple):
@@ -469,7 +473,7 @@ def count_tokens(batch: Batch, stats: TokenStats, choice: Choice) -> dict[str, i
 # ============================================================= the update, Sec. 3.3, Algorithm 1
 
 
-def statistics_pass(model: Model, batch: Batch, cfg: Config) -> TokenStats:
+def statistics_pass(policy: Policy, batch: Batch, cfg: Config) -> TokenStats:
     """Algorithm 1: p and H of a mini-batch's tokens under the current policy pi_theta, (B, L) each.
 
     Only responses that the method reads are forwarded; the others keep pi_old's numbers. Only
@@ -481,7 +485,7 @@ def statistics_pass(model: Model, batch: Batch, cfg: Config) -> TokenStats:
     needed = {"A > 0": positive, "all": everyone, "none": nobody}[reads]
     rows = needed.nonzero().flatten()
     tokens = batch.ids[rows], batch.mask[rows], batch.lengths[rows]
-    fresh = response_stats(model, *tokens, cfg.tokens_per_micro_batch)
+    fresh = response_stats(policy, *tokens, cfg.tokens_per_micro_batch)
     both = zip(batch.old, fresh, strict=True)
     return TokenStats(*(old.index_copy(0, rows, current) for old, current in both))
 
@@ -514,7 +518,7 @@ def with_kl(method: str, beta: float) -> bool:
 
 
 def update(
-    model: Model,
+    policy: Policy,
     optimizer: Optimizer,
     batch: Batch,
     keep: torch.Tensor,
@@ -532,32 +536,32 @@ def update(
     trained = (batch.advantages != 0) | with_kl(cfg.method, cfg.beta)  # (B,)
     trained = trained.nonzero().flatten()  # (N,) rows
     lengths = batch.lengths[trained].tolist()
-    local = dict.fromkeys(("loss", "tokens", "ratio_sum", "clip_low", "clip_high"), 0.0)
-    model.train()
+    local = dict.fromkeys(("loss", "tokens", "ratio_sum", "kl_sum", "clip_low", "clip_high"), 0.0)
+    policy.train()
     optimizer.zero_grad()
     parts = micro_batches(lengths, cfg.tokens_per_micro_batch)  # as many on every rank
     for places in progress.track(parts, "update"):
         rows = trained[places]  # none where another rank has more micro-batches: zero gradients
         micro = batch.rows(rows)
-        logp = batch_stats(model, micro.ids, micro.mask, logp_only=True).logp
+        logp = policy(*policy.inputs(micro.ids, micro.mask), logp_only=True).logp
         loss, sums = objective(micro, keep[rows, : logp.shape[1]], logp, denominator, cfg)
         loss.backward()
         sums["loss"] = loss.detach() / world_size()  # so that all_sum gives the loss of all ranks
         for name, value in sums.items():
             local[name] += value.double()
-    model.eval()
-    for parameter in model.parameters():
+    policy.eval()
+    for parameter in policy.parameters():
         # Nothing was forwarded: the gradient is zero, and AdamW takes the step of a zero gradient.
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     totals = all_sum(local)
     totals["grad_norm"] = norm
     finite = not counts["not_finite"] and math.isfinite(norm) and math.isfinite(totals["loss"])
     if finite:
         optimizer.step()
-    model.zero_grad()  # gradients take no memory in what follows
+    policy.zero_grad()  # gradients take no memory in what follows
     return totals | {"finite": finite}
 
 
@@ -596,7 +600,7 @@ def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> l
 
 
 def collect(
-    model: Model, reference: Model | None, task: Task, step: int, cfg: Config
+    policy: Policy, reference: Policy | None, task: Task, step: int, cfg: Config
 ) -> tuple[Batch, list[dict]]:
     """Sample and reward this rank's share of step's responses, with their statistics under pi_old.
 
@@ -613,25 +617,22 @@ def collect(
     pairs = [(place, member) for place in places for member in range(cfg.group_size)]
     posed = [task.problems[indices[place]] for place, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, place, member) for place, member in pairs]
-    with distributed.gathered(model) as policy, stop.together():  # a stop leaves here on all ranks
-        responses = sample(
-            policy,
-            task.tokenizer,
-            [problem["prompt_ids"] for problem in posed],
-            max_new_tokens=cfg.max_new_tokens,
-            batch_size=cfg.rollout_batch_size,
-            seed=seeds,
-            progress="rollout",
-            poll=stop.poll,
-        )
+    prompts = [problem["prompt_ids"] for problem in posed]
+    options = {"max_new_tokens": cfg.max_new_tokens, "batch_size": cfg.rollout_batch_size}
+    options |= {"seed": seeds, "progress": "rollout"}
+    found: dict[int, Response] = {}
+    with distributed.gathered(policy) as model:
+        for ended in stop.together(sample(model, task.tokenizer, prompts, **options)):
+            found.update(ended)  # (place, response) pairs
+    responses = [found[place] for place in range(len(prompts))]
     rewards = torch.tensor(grade(task.reward, responses, posed), dtype=torch.float64)  # (B,)
     advantages = group_advantages(rewards.float().view(-1, cfg.group_size))  # (P, G)
-    ids, attention, mask = pad_batch(responses)  # (B, L) each
-    lengths = attention.sum(1)  # (B,)
-    old = response_stats(model, ids, mask, lengths, cfg.tokens_per_micro_batch)
+    ids, mask, lengths = tokens = pad_batch(responses)  # (B, L), (B, L), (B,)
+    old = response_stats(policy, *tokens, cfg.tokens_per_micro_batch)
     ref_logp = None
     if reference:
-        ref_logp = response_stats(reference, ids, mask, lengths, cfg.tokens_per_micro_batch).logp
+        with distributed.gathered(reference) as model:
+            ref_logp = response_stats(Policy(model), *tokens, cfg.tokens_per_micro_batch).logp
     stop.leave_if_asked()  # the last chance before the updates, which are finished once begun
     batch = Batch(
         ids=ids,
@@ -711,7 +712,7 @@ def entropy_metrics(batch: Batch) -> dict[str, float]:
 
 
 def update_metrics(counts: list[dict], updates: list[dict]) -> dict[str, float | None]:
-    """What the mini-batches of a step add up to; without updates the shares are None.
+    """What the mini-batches of a step add up to.
 
     counts: count_tokens of each mini-batch; updates: what `update` returned for each.
     """
@@ -724,9 +725,6 @@ def update_metrics(counts: list[dict], updates: list[dict]) -> dict[str, float |
     def per_token(key: str) -> float | None:
         return total[key] / forwarded if forwarded else None
 
-    def mean(key: str) -> float | None:
-        return total[key] / len(updates) if updates else None
-
     return {
         "candidates": sum(count["candidates"] for count in counts),
         "silenced": silenced,
@@ -734,8 +732,9 @@ def update_metrics(counts: list[dict], updates: list[dict]) -> dict[str, float |
         "clip_low": per_token("clip_low"),
         "clip_high": per_token("clip_high"),
         "ratio_mean": per_token("ratio_sum"),
-        "loss": mean("loss"),
-        "grad_norm": mean("grad_norm"),
+        "approx_kl": per_token("kl_sum"),
+        "loss": total["loss"] / len(updates),
+        "grad_norm": total["grad_norm"] / len(updates),
         "skipped_updates": len(updates) - total["finite"],
     }
 
@@ -744,7 +743,7 @@ def cost_metrics(tokens: int, began: float, collected: float) -> dict[str, float
     """Seconds of a step and peak memory so far, on this rank; tokens are those of all ranks.
 
     The step began at the time `began`. At the time `collected` its batch was made, with rewards and
-    statistics, and its dump written.
+    statistics.
     """
     ended = time.monotonic()
     return {
@@ -753,40 +752,6 @@ def cost_metrics(tokens: int, began: float, collected: float) -> dict[str, float
         "tokens_per_second": tokens / (ended - began),
         "peak_memory_gb": peak_memory_gb(),
     }
-
-
-def dump(
-    run: RunFolder,
-    model: Model,
-    task: Task,
-    batch: Batch,
-    samples: list[dict],
-    step: int,
-    cfg: Config,
-) -> None:
-    """Write dumps/step_N.json for scripts/figures.py: right responses, as pi_old sees them.
-
-    What the method would silence under pi_old: in later mini-batches training decides anew.
-    """
-    parts = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
-    choices = [METHODS[cfg.method].choose(part, part.old, cfg) for part in parts]
-    keep = torch.cat([choice.keep for choice in choices])  # (B, L)
-    tau_h = torch.tensor([choice.tau_h for choice in choices], dtype=torch.float64)
-    made = make_dump(
-        batch,
-        samples,
-        # 20-Entropy also drops tokens that are no candidates.
-        silenced=batch.mask & (batch.old.logp.exp() < cfg.tau_p) & ~keep,
-        tau_h=tau_h.repeat_interleave(len(batch.ids) // len(choices)),
-        step=step,
-        method=cfg.method,
-        tau_p=cfg.tau_p,
-        seed=cfg.seed,
-        decode=functools.partial(to_text, task.tokenizer),
-        likeliest=model.likeliest,
-    )
-    distributed.reshard(model)
-    run.write_dump(made)
 
 
 # ============================================================================== the training loop
@@ -811,10 +776,11 @@ def check_flags(cfg: Config) -> None:
     sizes += "tokens_per_micro_batch"
     for name in sizes.split():
         need(name, getattr(cfg, name) >= 1, "has to be at least 1")
-    others = "lr warmup_steps weight_decay eps_low eps_high beta save_every save_minutes "
-    others += "eval_every dump_every eval_limit eval_samples log_samples threads"
+    others = "warmup_steps weight_decay eps_low eps_high beta save_every save_minutes "
+    others += "eval_every eval_limit eval_samples log_samples threads"
     for name in others.split():
         need(name, 0 <= getattr(cfg, name) < math.inf, "has to be at least 0")
+    need("lr", 0 < cfg.lr < math.inf, "has to be above 0")
     need("grad_clip", cfg.grad_clip > 0, "has to be above 0")
     whole = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", whole, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
@@ -836,6 +802,10 @@ def load_task(cfg: Config) -> Task:
         raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
     dropped = len(problems) - len(kept)
     progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
+    asked = [problem for problems in suite.values() for problem in problems]
+    prompts = [encode_prompt(tokenizer, problem["problem"], cfg.instruction) for problem in asked]
+    prompts += [problem["prompt_ids"] for problem in kept]
+    check_length(load_config(cfg.model), prompts, cfg.max_new_tokens, "--max_new_tokens")
     rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
     fingerprints = {"data": f"{len(kept)} problems, {fingerprint(rows)}"}
     if cfg.reward:
@@ -849,15 +819,16 @@ def load_task(cfg: Config) -> Task:
     )
 
 
-def evaluate_if_due(run: RunFolder, model: Model, task: Task, cfg: Config) -> None:
+def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> None:
     """Every --eval_every steps, and before the first: a line of scores in metrics.jsonl.
 
     --resume continues one that was broken off: the checkpoint before it has these weights.
     """
     if run.evaluation_is_due():
-        file = run.evaluation_file()
-        with distributed.gathered(model) as policy:
-            scores = evaluation.evaluate(policy, task.tokenizer, task.suite, file, cfg)
+        settings = evaluation.Settings.of(cfg)
+        with distributed.gathered(policy) as model:
+            args = model, task.tokenizer, task.suite, run.evaluation_file(), settings
+            scores = evaluation.evaluate(*args)
         run.end_evaluation(scores)
         progress.warn(progress.scores_in_words(run.step, scores))
 
@@ -868,26 +839,23 @@ def train(cfg: Config) -> None:
     # With --resume, parse_flags has put that directory into cfg.output.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg), task.fingerprints)
-    model = load_policy(str(run.checkpoint or cfg.model), cfg.gradient_checkpointing)
+    policy = load_policy(str(run.checkpoint or cfg.model), cfg.gradient_checkpointing)
     reference = load_policy(cfg.model) if with_kl(cfg.method, cfg.beta) else None
-    options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, **options)
-    training = cfg.lr > 0  # else nothing is updated or saved: the numbers are all that is wanted
-    if run.checkpoint and training:
-        load_optimizer(run.checkpoint, model, optimizer)
+    options = {"weight_decay": cfg.weight_decay, "fused": policy.model.device.type == "cuda"}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, **options)
+    if run.checkpoint:
+        load_optimizer(run.checkpoint, policy.model, optimizer)
     not_finite, reward_error = 0, None
     stop.listen()
     try:
         for step in itertools.count(run.step + 1):
-            evaluate_if_due(run, model, task, cfg)  # the model as the step before has left it
+            evaluate_if_due(run, policy, task, cfg)  # the policy as the step before has left it
             if step > cfg.steps:
                 break
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
             began = time.monotonic()
-            batch, samples = collect(model, reference, task, step, cfg)
+            batch, samples = collect(policy, reference, task, step, cfg)
             line = {"step": step} | entropy_metrics(batch) | rollout_metrics(batch, cfg.tau_p)
-            if is_due(step, cfg.dump_every):
-                dump(run, model, task, batch, samples, step, cfg)
             collected = time.monotonic()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
@@ -896,20 +864,19 @@ def train(cfg: Config) -> None:
             for mini_batch in batch.mini_batches(cfg.batch_size // cfg.mini_batch_size):
                 stats = mini_batch.old  # p and H, (B, L): in the first, pi_theta still is pi_old
                 if updates:  # pi_theta has moved
-                    stats = statistics_pass(model, mini_batch, cfg)
+                    stats = statistics_pass(policy, mini_batch, cfg)
                 choice = METHODS[cfg.method].choose(mini_batch, stats, cfg)  # keep is the paper's I
                 counts += [count_tokens(mini_batch, stats, choice)]
-                if training:
-                    updates += [update(model, optimizer, mini_batch, choice.keep, counts[-1], cfg)]
-                    not_finite = check_finite(updates[-1]["finite"], not_finite, step)
+                updates += [update(policy, optimizer, mini_batch, choice.keep, counts[-1], cfg)]
+                not_finite = check_finite(updates[-1]["finite"], not_finite, step)
 
             # 3. Write down what happened, and save when it is time.
             line |= update_metrics(counts, updates) | {"lr": lr}
             line |= cost_metrics(line["tokens"], began, collected)
             run.end_step(line, samples[: cfg.log_samples])
             progress.report_step(line, samples[0], cfg.steps)
-            if training and run.save_is_due():
-                run.save(model, optimizer, task.tokenizer)
+            if run.save_is_due():
+                run.save(policy.model, optimizer, task.tokenizer)
             stop.leave_if_asked()
     # Stopped and RewardError are never raised amid updates: the weights are those of a whole step.
     # No `as` for Stopped: who holds the exception holds the KV cache, and saving needs its memory.
@@ -917,10 +884,8 @@ def train(cfg: Config) -> None:
         pass
     except RewardError as error:
         reward_error = error
-    if training:
-        run.save(model, optimizer, task.tokenizer)
-    unevaluated = run.evaluation_is_due()
-    progress.report_run(run.lines(), cfg.steps, str(run.path), training, unevaluated)
+    run.save(policy.model, optimizer, task.tokenizer)
+    progress.report_run(run.lines(), cfg.steps, str(run.path), run.evaluation_is_due())
     if reward_error:
         raise reward_error
 

@@ -49,9 +49,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 # What a resumed run may change: how long, how often and with how much memory, not what it computes.
 CHANGEABLE = set(
-    "steps save_every save_minutes keep_last dump_every eval_every eval_benchmarks eval_limit "
-    "eval_samples log_samples rollout_batch_size tokens_per_micro_batch gradient_checkpointing "
-    "threads".split()
+    "steps save_every save_minutes keep_last eval_every eval_benchmarks eval_limit eval_samples "
+    "log_samples rollout_batch_size tokens_per_micro_batch gradient_checkpointing threads".split()
 )
 
 
@@ -190,13 +189,6 @@ class RunFolder:
         """Append the scores after the last whole step to metrics.jsonl."""
         self.evaluated_step = self.step
         self.append("metrics.jsonl", [{"step": self.step, "eval": scores}])
-
-    def write_dump(self, dump: dict[str, Any]) -> None:
-        """A step's tokens for scripts/figures.py, from support/dumps.py."""
-        if rank() == 0:
-            file = self.path / "dumps" / f"step_{dump['step']:06d}.json"
-            file.parent.mkdir(exist_ok=True)
-            write_whole(file, json.dumps(dump))
 
     def lines(self) -> list[dict[str, Any]]:
         """Those of metrics.jsonl so far; rank 0 has them, other hosts may not have the file."""
@@ -364,21 +356,22 @@ class StopSignal:
                 # Not print: a signal can come amid another write to the same stream.
                 os.write(2, b"\nstopping: what is whole is kept (Ctrl-C again: at once)\n")
 
-    def poll(self) -> None:
-        """Raise Stopped on this rank alone, inside a block of `together`."""
-        if self.asked:
-            raise Stopped
-
     def leave_if_asked(self) -> None:
         """Raise Stopped on every rank, if a stop was asked of any. Every rank has to call it."""
         if all_max(int(self.asked)) > 0:
             raise Stopped
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Around work without collectives that calls `poll`: all ranks leave it, or none does."""
-        with contextlib.suppress(Stopped):
-            yield
+    def together(self, work: Iterator) -> Iterator:
+        """The items of work without collectives, until a stop is asked for; work is closed then.
+
+        At the end Stopped is raised on every rank, if a stop was asked of any. So every rank has to
+        run it to its end: who breaks out of the loop leaves the others waiting.
+        """
+        with contextlib.closing(work):
+            for item in work:
+                yield item
+                if self.asked:
+                    break
         self.leave_if_asked()
 
 

@@ -6,7 +6,7 @@ cache, the loop, its two kinds of forward, the draw of a token.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -99,15 +99,12 @@ def decoding_loop(
     *,
     slots: int,
     seeds: list[int],
-    end: Callable[[int, list[int]], None],
-    poll: Callable[[], None],
     **inputs: Any,
-) -> None:
+) -> Iterator[dict[int, list[int]]]:
     """What `generate` runs, on left-padded prompts (N, P).
 
-    `slots` rows are decoded at a time. As soon as a response has ended, `end` is called with the
-    place of its prompt and with its ids, the stop id included. `poll` is called every few tokens.
-    What either of them raises ends the sampling.
+    `slots` rows are decoded at a time. Every few tokens it yields the responses that have ended,
+    often none: the place of a prompt, and the ids of its response, the stop id included.
     """
     # The mask is None where nothing is padded. It is no parameter, or generate would not see it.
     mask = inputs.pop("attention_mask")
@@ -124,7 +121,6 @@ def decoding_loop(
 
     waiting, running = list(range(len(rows))), []  # numbers of rows; running: one for each slot
     while waiting or running:
-        poll()
         # 1. The next prompts are read into the free slots, which are the last.
         first, free = len(running), slots - len(running)
         running, waiting = running + waiting[:free], waiting[free:]
@@ -133,20 +129,23 @@ def decoding_loop(
         cache.reserve(len(running), max(len(rows[i]) for i in running) + steps)
         prefill(forward, cache, first, [rows[i] for i in running[first:]])
         # 2. Every slot gets a few tokens.
-        texts = [rows[i] for i in running]
-        tokens = decode(forward, cache, texts, [seeds[i] for i in running], steps, draw).tolist()
+        begun = [rows[i] for i in running]
+        tokens = decode(forward, cache, begun, [seeds[i] for i in running], steps, draw).tolist()
         # 3. A slot whose response has ended takes over the last one's row. The walk is backwards,
         # so that the last one has been looked at.
+        ended = {}
         for slot in reversed(range(len(running))):
-            row = rows[running[slot]]
+            place = running[slot]
+            row = rows[place]
             row += until_stop(tokens[slot], stops)
             if row[-1] in stops or left[slot] == steps:
-                end(running[slot], row[lengths[running[slot]] :])
-                rows[running[slot]] = []  # an evaluation has many, and keeps none of them
+                ended[place] = row[lengths[place] :]
+                rows[place] = []  # an evaluation has many, and keeps none of them
                 running[slot] = running[-1]
                 running.pop()
                 if slot < len(running):
                     cache.move(len(running), slot)
+        yield ended
 
 
 def prefill(forward: Callable, cache: SlotCache, first: int, prompts: list[list[int]]) -> None:

@@ -18,16 +18,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
 from support.errors import InputError
+from support.head import use_float32_head
 from support.norms import fuse_norms
 
 # ------------------------------------------------------------------------------------------ ranks
@@ -174,47 +170,51 @@ def barrier() -> None:
 # --------------------------------------------------------------------------------------- sharding
 
 
-def shard(model: Model, methods: tuple[str, ...] = ()) -> None:
-    """FSDP2: each decoder layer is a group; embedding, norm and head are the root's.
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Model:
+    """A model without memory for its weights, with the layers that this project puts into it."""
+    with torch.device("meta"):
+        return use_float32_head(fuse_norms(AutoModelForCausalLM.from_config(config, dtype=dtype)))
 
-    `methods` names what is called beside forward: FSDP2 gathers the root's weights around it.
+
+def shard(policy: torch.nn.Module) -> None:
+    """FSDP2 of a policy around a `.model`: each decoder layer is a group, the policy's own is the
+    rest (embedding, last norm, head).
+
     Raises InputError for a model whose decoder layers are not under the usual name.
     """
-    if not hasattr(model.base_model, "layers"):
-        name = type(model.base_model).__name__
+    decoder = policy.model.base_model
+    if not hasattr(decoder, "layers"):
+        name = type(decoder).__name__
         raise InputError(f"--model: {name} has no `.layers` to shard, which is not supported")
     options = {"mesh": init_device_mesh(device().type, (world_size(),))}
     if device().type == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    fuse_norms(model)
-    for layer in model.base_model.layers:
+    for layer in decoder.layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)
-    for method in methods:
-        register_fsdp_forward_method(model, method)
+    fully_shard(policy, **options)
 
 
-def reshard(model: Model) -> None:
+def reshard(policy: torch.nn.Module) -> None:
     """Drop what a forward without backward leaves gathered: parameters are shards again."""
-    for module in model.modules():
+    for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 @contextlib.contextmanager
-def gathered(model: Model) -> Iterator[Model]:
-    """A model to sample from, with all weights on every rank (bfloat16 on CUDA).
+def gathered(policy: torch.nn.Module) -> Iterator[Model]:
+    """A policy's model with all weights on every rank (bfloat16 on CUDA): to sample from.
 
     FSDP2 would gather the weights anew at every token, and its hooks alone take the host a quarter
     of a decoding step. So the weights are gathered once, and a twin of the model, which was never
     sharded, holds these very tensors: nothing is copied. Without sharding it is the model itself.
     """
-    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    model = policy.model
+    groups = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     if not groups:
         yield model
         return
-    with torch.device("meta"):  # an empty shell
-        twin = fuse_norms(AutoModelForCausalLM.from_config(model.config)).eval()
+    twin = empty_model(model.config).eval()
     twin.generation_config = model.generation_config
     for group in groups:
         group.unshard()
@@ -226,4 +226,4 @@ def gathered(model: Model) -> Iterator[Model]:
             setattr(twin.get_submodule(module), attribute, tensor)
         yield twin
     finally:
-        reshard(model)
+        reshard(policy)

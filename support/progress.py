@@ -68,9 +68,7 @@ def report_step(line: dict, sample: dict, total: int) -> None:
         warn(SAMPLING_WARNING.format(**line))
 
 
-def report_run(
-    lines: list[dict], total: int, folder: str, training: bool, unevaluated: bool
-) -> None:
+def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) -> None:
     """Say what a run did, from the lines of metrics.jsonl, and what to do next.
 
     unevaluated: an evaluation is due after the last step, and a stop came before its end.
@@ -83,16 +81,12 @@ def report_run(
         say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
         return
     first, last = lines[0], lines[-1]
-    if training:
-        text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
-        text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
-        say(f"{text}(steps {first['step']} and {last['step']})")
-    else:
-        silenced, tokens = (sum(line[key] for line in lines) for key in ("silenced", "tokens"))
-        say(f"{silenced} of {tokens} tokens are spurious: {silenced / tokens:.4%}")
+    text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
+    text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
+    say(f"{text}(steps {first['step']} and {last['step']})")
     if last["step"] < total or unevaluated:
-        again = f"; continue with: python stapo.py --resume {folder}" if training else ""
-        say(f"stopped after step {last['step']} of {total}{again}")
+        again = f"continue with: python stapo.py --resume {folder}"
+        say(f"stopped after step {last['step']} of {total}; {again}")
     say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
 
 
