@@ -221,6 +221,7 @@ def fill(
     prompt_of: Callable[[Key], list[int]],
     row_of: Callable[[Key, Response], dict],
     seed: int = 0,
+    limit: str = "--max_new_tokens",
     **options: Any,
 ) -> None:
     """Sample a response for every key that has no row, a share on each rank.
@@ -228,13 +229,12 @@ def fill(
     prompt_of(key): token ids. row_of(key, response): what the journal keeps. options: those of
     rollout.sample. A response depends on its key and the flags alone, so that neither the number of
     ranks nor an interruption changes it. Raises Stopped on every rank where a stop was asked for,
-    and InputError where a response can outgrow the model.
+    and InputError, naming `limit`, where a response can outgrow the model.
     """
     share = journal.missing(keys)[rank() :: world_size()]
     prompts = [prompt_of(key) for key in share]
     seeds = [mix_seed(seed, *key) for key in share]
-    limit = options["max_new_tokens"]
-    rollout.check_length(model.config, prompts, limit, f"{model.name_or_path}, --max_new_tokens")
+    rollout.check_length(model.config, prompts, options["max_new_tokens"], limit)
     for ended in stop.together(rollout.sample(model, tokenizer, prompts, seed=seeds, **options)):
         for place, response in ended:
             journal.add(share[place], row_of(share[place], response))
@@ -364,6 +364,7 @@ def verify(
 
     refused = [key for key, row in samples.items() if not row["correct"]]
     options = {"max_new_tokens": 16, "temperature": 0, "batch_size": batch_size}
+    options |= {"limit": f"--verifier {model.name_or_path}, max_new_tokens"}
     fill(verdicts, refused, model, tokenizer, prompt_of, row_of, progress="verdicts", **options)
 
 

@@ -11,7 +11,6 @@ ratio is the median over pairs. What a GPU has no memory for is left out.
 import argparse
 import contextlib
 import functools
-import gc
 import importlib.util
 import re
 import statistics
@@ -30,8 +29,8 @@ from costs import log_normal_lengths, qwen3
 
 import rollout
 import stapo
-from rollout import head_stats
 from support import decoding, distributed
+from support.head import HeadStats, use_float32_head
 from support.norms import fuse_norms
 
 CUDA = torch.cuda.is_available()
@@ -57,11 +56,11 @@ def small_shape(quick: bool) -> Qwen3Config:
 
 
 def random_model(config: Qwen3Config) -> Qwen3ForCausalLM:
-    """A model with random weights that stapo.py's functions accept."""
+    """A model with random weights, as rollout.load_model would make it."""
     torch.manual_seed(0)
     config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
     with DEVICE:
-        return rollout.with_methods(fuse_norms(Qwen3ForCausalLM(config)).eval())
+        return use_float32_head(fuse_norms(Qwen3ForCausalLM(config))).eval()
 
 
 # ---------------------------------------- measuring
@@ -109,16 +108,21 @@ def error(ours: torch.Tensor, twin: torch.Tensor) -> float:
 def plain_head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """head_stats's twin: the (N, V) logits and their softmax, all at once."""
+    """HeadStats' twin: the (N, V) logits and their softmax, all at once."""
     logp = (hidden @ weight.T).log_softmax(-1)
     with torch.no_grad():
         probs = logp.exp()
         entropy = -(probs * logp).sum(-1)
-        collision = probs.square().sum(-1)
-    return logp.gather(1, targets[:, None]).squeeze(1), entropy, collision
+    return logp.gather(1, targets[:, None]).squeeze(1), entropy
 
 
-HEADS = {"ours": head_stats, "plain": plain_head}
+def our_head(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return HeadStats.apply(hidden, weight, targets, False)
+
+
+HEADS = {"ours": our_head, "plain": plain_head}
 
 
 def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -129,12 +133,12 @@ def head_inputs(tokens: int, words: int, width: int) -> tuple[torch.Tensor, ...]
 
 
 def run_head(name: str, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Forward and backward: the two gradients, logp, entropy and collision."""
+    """Forward and backward: the two gradients, logp and entropy."""
     hidden, weight, targets = inputs
     hidden.grad = weight.grad = None
-    logp, entropy, collision = HEADS[name](hidden, weight, targets)
+    logp, entropy = HEADS[name](hidden, weight, targets)
     (logp * torch.linspace(-1, 1, len(targets), device=DEVICE)).sum().backward()
-    return hidden.grad, weight.grad, logp.detach(), entropy, collision
+    return hidden.grad, weight.grad, logp.detach(), entropy
 
 
 def status_bytes(key: str) -> int:
@@ -180,19 +184,19 @@ def head(quick: bool) -> Iterator[tuple[str, float]]:
 
 
 def random_batch(
-    model: Qwen3ForCausalLM, response_lengths: list[int], zero_groups: int
+    policy: rollout.Policy, response_lengths: list[int], zero_groups: int
 ) -> stapo.Batch:
     """Groups of 8 random responses, half of them right; the first groups have A = 0."""
     lengths = 16 + torch.tensor(response_lengths)  # with the prompt
     columns, places = torch.arange(int(lengths.max())), torch.arange(len(lengths))
-    ids = torch.randint(3, model.config.vocab_size, (len(lengths), len(columns)))
+    ids = torch.randint(3, policy.model.config.vocab_size, (len(lengths), len(columns)))
     mask = (columns >= 16) & (columns < lengths[:, None])
     rewards = torch.where(places % 2 == 0, -1.0, 1.0)
     return stapo.Batch(
         ids=ids,
         mask=mask,
         lengths=lengths,
-        old=rollout.response_stats(model, ids, mask, lengths, 2 * len(columns)),
+        old=rollout.response_stats(policy, ids, mask, lengths, 2 * len(columns)),
         ref_logp=None,
         rewards=rewards.double(),
         advantages=torch.where(places // 8 < zero_groups, 0.0, 0.94 * rewards),
@@ -202,44 +206,42 @@ def random_batch(
 
 
 def plain_update(
-    model: Qwen3ForCausalLM,
+    policy: rollout.Policy,
     optimizer: torch.optim.Optimizer,
     batch: stapo.Batch,
     keep: torch.Tensor,
     cfg: stapo.Config,
 ) -> None:
     """stapo.update's twin: 8 rows at a time, padded to the longest of all, nothing left out."""
-    model.train()
+    policy.train()
     optimizer.zero_grad()
     for start in range(0, len(batch.ids), 8):
         rows = slice(start, start + 8)
         part = batch.take(rows)
-        ids, mask = part.ids.to(DEVICE), part.mask.to(DEVICE)
-        logp = model.token_stats(ids, None, mask, logp_only=True).logp
+        logp = policy(*policy.inputs(part.ids, part.mask), logp_only=True).logp
         stapo.objective(part, keep[rows], logp, int(keep.sum()), cfg)[0].backward()
-    model.eval()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
+    policy.eval()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
     optimizer.step()
 
 
 def update(quick: bool) -> Iterator[tuple[str, float]]:
-    model = random_model(small_shape(quick))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = rollout.Policy(random_model(small_shape(quick)), gradient_checkpointing=True)
     lengths = log_normal_lengths(80, *((20, 60) if quick else (300, 1024)))
-    batch = random_batch(model, lengths, zero_groups=4)
+    batch = random_batch(policy, lengths, zero_groups=4)
     cfg = stapo.Config(tokens_per_micro_batch=2 * (max(lengths) + 16))
     choice = stapo.silence_spurious(batch, batch.old, cfg)
     counts = stapo.count_tokens(batch, batch.old, choice)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # the weights stay as they are
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0)  # the weights stay as they are
     gradients = []
 
     def keep_gradient(*_):
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
 
     optimizer.register_step_pre_hook(keep_gradient)
-    ours = functools.partial(stapo.update, model, optimizer, batch, choice.keep, counts, cfg)
-    twin = functools.partial(plain_update, model, optimizer, batch, choice.keep, cfg)
-    statistics_pass = functools.partial(stapo.statistics_pass, model, batch, cfg)
+    ours = functools.partial(stapo.update, policy, optimizer, batch, choice.keep, counts, cfg)
+    twin = functools.partial(plain_update, policy, optimizer, batch, choice.keep, cfg)
+    statistics_pass = functools.partial(stapo.statistics_pass, policy, batch, cfg)
     repeats = 1 if quick else 5
     what = "update, 80 ragged responses, 4 of 10 groups with A = 0: speed-up"
     faster = in_turn(ours, twin, repeats)
@@ -329,8 +331,8 @@ def rollouts(quick: bool) -> Iterator[tuple[str, float]]:
 
     def ours():
         options = {"max_new_tokens": longest, "batch_size": slots}
-        responses = rollout.sample(model, tokenizer, prompts, **options)
-        sampled["ours"] = [len(r.ids) for r in responses]
+        drawn = rollout.sample(model, tokenizer, prompts, **options)
+        sampled["ours"] = [len(r.ids) for r in rollout.in_order(drawn)]
 
     def twin():
         sampled["twin"] = [len(ids) for ids in plain_sample(model, prompts, longest, slots)]
@@ -407,10 +409,10 @@ def step(quick: bool) -> Iterator[tuple[str, float]]:
     longest = 1024 if large else 40 if quick else 256
     lengths = log_normal_lengths(64, 300 if large else 15 if quick else 79, longest)
     mine, peer = (random_model(qwen3("1.7B") if large else small_shape(quick)) for _ in "ab")
+    policy = rollout.Policy(mine, gradient_checkpointing=large)
     tokenizer = word_tokenizer(mine.config.vocab_size)
     if large:
-        distributed.shard(mine, rollout.GATHERED_METHODS)  # this is what makes the compute bfloat16
-        mine.gradient_checkpointing_enable({"use_reentrant": False})
+        distributed.shard(policy)  # this is what makes the compute bfloat16
     prompts = torch.randint(3, mine.config.vocab_size, (8, 16))
     prompts[:, -1] = SEPARATOR  # the responses of a group share their prompt
     texts = [" ".join(f"w{i}" for i in ids) for ids in prompts.tolist()]
@@ -427,18 +429,19 @@ def step(quick: bool) -> Iterator[tuple[str, float]]:
     )
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
     cfg.tokens_per_micro_batch = 2 * (longest + 16)
-    optimizer = torch.optim.AdamW(mine.parameters(), lr=cfg.lr, fused=CUDA)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, fused=CUDA)
     tokens = {"ours": [], "trl": []}  # of each step
 
     def ours():
         """What stapo.train does in a step."""
-        batch, _ = stapo.collect(mine, None, task, len(tokens["ours"]) + 1, cfg)
+        batch, _ = stapo.collect(policy, None, task, len(tokens["ours"]) + 1, cfg)
         stapo.entropy_metrics(batch), stapo.rollout_metrics(batch, cfg.tau_p)
         for number, mini_batch in enumerate(batch.mini_batches(4)):
-            stats = stapo.statistics_pass(mine, mini_batch, cfg) if number > 0 else mini_batch.old
+            later = number > 0
+            stats = stapo.statistics_pass(policy, mini_batch, cfg) if later else mini_batch.old
             choice = stapo.silence_spurious(mini_batch, stats, cfg)
             counts = stapo.count_tokens(mini_batch, stats, choice)
-            stapo.update(mine, optimizer, mini_batch, choice.keep, counts, cfg)
+            stapo.update(policy, optimizer, mini_batch, choice.keep, counts, cfg)
         tokens["ours"].append(int(batch.mask.sum()))
 
     def reward(completions, completion_ids, **_):
@@ -469,7 +472,6 @@ def measure(name: str, quick: bool) -> Iterator[tuple[str, float]]:
         yield from BENCHES[name](quick)
     except torch.OutOfMemoryError as error:
         left_out(name, ". ".join(str(error).split(". ")[:2]))  # and how much was asked for
-    gc.collect()  # a model with methods holds itself
     torch.cuda.empty_cache()
 
 

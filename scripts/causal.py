@@ -23,14 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from reward import math_reward
 from rollout import (
     Model,
+    Policy,
     Tokenizer,
     encode_prompt,
+    in_order,
     load_model,
     load_problems,
     load_tokenizer,
     pad_batch,
     sample,
-    token_stats,
 )
 from stapo import clipped_loss, group_advantages, spurious_candidates, spurious_mask
 
@@ -48,7 +49,6 @@ COLUMNS = {  # key of one_step: heading of the table, factor
 
 class Batch(NamedTuple):
     ids: Tensor  # (B, L) long, prompt and response, right-padded
-    attention: Tensor  # (B, L) bool
     mask: Tensor  # (B, L) bool, True on the N response tokens
     advantages: Tensor  # (B,)
     log_pi: Tensor  # (N, V) float64, ln pi_old in the context of every response token
@@ -58,11 +58,11 @@ def collect(model: Model, tokenizer: Tokenizer, problems: list[dict], seed: int)
     """GROUP sampled responses to each problem, with their advantages."""
     rows = [row for row in problems for _ in range(GROUP)]
     prompts = [encode_prompt(tokenizer, row["problem"], "") for row in rows]
-    responses = sample(model, tokenizer, prompts, max_new_tokens=80, seed=seed)
+    responses = in_order(sample(model, tokenizer, prompts, max_new_tokens=80, seed=seed))
     rewards = [math_reward(r.text, row["answer"]) for r, row in zip(responses, rows)]
     advantages = group_advantages(torch.tensor(rewards).view(-1, GROUP)).flatten()
-    ids, attention, mask = pad_batch(responses)
-    return Batch(ids, attention, mask, advantages, log_policy(model, ids, mask))
+    ids, mask, _ = pad_batch(responses)
+    return Batch(ids, mask, advantages, log_policy(model, ids, mask))
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def entropies(log_pi: Tensor) -> Tensor:
 def token_sets(model: Model, batch: Batch, seed: int) -> dict[str, Tensor]:
     """The four sets, each (B, L) bool; `seed` draws the tokens at random."""
     with torch.no_grad():
-        logp, entropy, _ = token_stats(model, *batch[:3])
+        logp, entropy = Policy(model)(batch.ids, batch.mask, int(batch.mask.sum()))
     silenced = spurious_mask(logp, batch.advantages, entropy, batch.mask)
     candidates = spurious_candidates(logp, batch.advantages, batch.mask)
     others = (batch.mask & (batch.advantages > 0)[:, None] & ~candidates).nonzero()
@@ -98,7 +98,7 @@ def token_sets(model: Model, batch: Batch, seed: int) -> dict[str, Tensor]:
 def gradient(model: Model, batch: Batch, chosen: Tensor) -> list[Tensor]:
     """dJ / d theta at pi_theta = pi_old, with J the mean over the `chosen` (B, L) tokens alone."""
     rows = chosen.any(1)  # the others have no part in J
-    logp, _, _ = token_stats(model, batch.ids[rows], batch.attention[rows], chosen[rows])
+    logp, _ = Policy(model)(batch.ids[rows], chosen[rows], int(chosen.sum()))
     loss = clipped_loss(logp, logp.detach(), batch.advantages[rows], chosen[rows])
     return [-grad for grad in torch.autograd.grad(loss, list(model.parameters()))]
 

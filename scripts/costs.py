@@ -22,9 +22,10 @@ sys.path.insert(0, str(ROOT))
 import eval as evaluation  # noqa: E402
 import rollout  # noqa: E402
 import stapo  # noqa: E402
+from support import distributed  # noqa: E402
 from support.bookkeeping import parse_flags  # noqa: E402
 from support.decoding import CHECK_EVERY  # noqa: E402
-from support.norms import fuse_norms  # noqa: E402
+from support.head import HEAD_CHUNKS  # noqa: E402
 
 # ---------------------------------------- models
 
@@ -52,8 +53,7 @@ def qwen3(name: str) -> Qwen3Config:
 @functools.cache
 def empty_model(name: str) -> Qwen3ForCausalLM:
     """The published model without its weights, as a program here loads it."""
-    with torch.device("meta"):
-        return fuse_norms(Qwen3ForCausalLM(qwen3(name))).eval()
+    return distributed.empty_model(qwen3(name)).eval()
 
 
 def parameters(model: Qwen3ForCausalLM) -> int:
@@ -94,7 +94,7 @@ def bytes_per_gpu(
     shard = sum(math.ceil(len(p) / gpus) * math.prod(p.shape[1:]) for p in tensors)
     layer = parameters(model.base_model.layers[0])
     root = parameters(model) - config.num_hidden_layers * layer  # embedding, last norm, head
-    chunk = rollout.HEAD_CHUNKS["cuda"].gradient
+    chunk = HEAD_CHUNKS["cuda"].gradient
     held = {
         "weights": 4 * shard,
         "gradients": 4 * shard,
@@ -187,7 +187,7 @@ RUNS = {  # files in recipes/
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40}
 PROBLEMS |= {"math500": 500, "minerva": 272, "olympiadbench": 674}
 
-KERNELS = 46, 28  # of a decoding step: beside the layers, and in each; tests/test_bench.py counts
+KERNELS = 45, 28  # of a decoding step: beside the layers, and in each; tests/test_bench.py counts
 HOST_SECONDS = 15e-6  # for the launch of a kernel: a guess
 KERNEL_SECONDS = 2e-6  # of the card, for each kernel beside what it moves: a guess
 # Of a layer's attention for each token of the longest row, where rows are few: an estimate. With a

@@ -203,7 +203,7 @@ def train(group: Group, seed: int, output: Path) -> int:
         model, data = base / "checkpoints" / "step_000028", ROOT / "tests/tiny"
     where = ["--model", str(model), "--data", str(data / "train.jsonl"), "--output", str(folder)]
     ends = ["--eval_every", str(group.steps), "--eval_benchmarks", str(data / "test.jsonl")]
-    files = ["--save_every", "0", "--dump_every", "0", "--log_samples", "0"]
+    files = ["--save_every", "0", "--log_samples", "0"]
     often = ["--steps", str(group.steps), "--seed", str(seed)]
     flags = group.flags.split()
     quiet_run([*program, "@tests/tiny/args", *flags, *where, *ends, *files, *often])

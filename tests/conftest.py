@@ -53,11 +53,11 @@ def padded(rows, mask):
 
 def to_batch(responses, advantages, old, seeds=None) -> stapo.Batch:
     """A mini-batch of responses: A_i and TokenStats of (T_i,) tensors under pi_old for each."""
-    ids, attention, mask = pad_batch(responses)
+    ids, mask, lengths = pad_batch(responses)
     return stapo.Batch(
         ids=ids,
         mask=mask,
-        lengths=attention.sum(1),
+        lengths=lengths,
         old=TokenStats(*(padded(rows, mask) for rows in zip(*old))),
         ref_logp=None,
         rewards=torch.tensor(advantages).sign().double(),

@@ -88,7 +88,7 @@ def child(rank: int, world: int, port: int, log: str, worker: Callable, args: tu
 
 # case: (flags, rewards of the groups that learn nothing, response lengths)
 CASES = {
-    "stapo": ("--method stapo --steps 2 --dump_every 2", "", "ragged"),
+    "stapo": ("--method stapo --steps 2", "", "ragged"),
     "all-tokens": ("--quantile_over all --tokens_per_micro_batch 1", "", "ragged"),
     "20-entropy": ("--method 20-entropy", "", "ragged"),
     "grpo": ("--method grpo --beta 0.1", "", "ragged"),
@@ -156,8 +156,8 @@ def run(case: str, folder: Path) -> None:
         for row, prompt in enumerate(prompts):
             number = next(i for i, p in enumerate(texts) if tokenizer(p + "\n").input_ids == prompt)
             canned_one = canned[order.index(number)][row % GROUP]
-            responses.append(Response(prompt, canned_one.ids, False, canned_one.text))
-        return responses
+            responses.append((row, Response(prompt, canned_one.ids, False, canned_one.text)))
+        yield responses
 
     class Recorder(torch.optim.AdamW):
         def step(self, **options):

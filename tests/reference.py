@@ -22,10 +22,10 @@ def drawn(seed: int = 0, rows: int = 6, width: int = 9):
 
 
 def logit_stats(logits, targets):
-    """(N, V), (N,) -> ln pi(y), entropy in nats, sum of squared probabilities: (N,) float64."""
+    """(N, V), (N,) -> ln pi(y) and entropy in nats: (N,) float64."""
     logp = logits.double().log_softmax(-1)
     chosen = logp.gather(1, targets[:, None]).squeeze(1)
-    return chosen, -(logp.exp() * logp).sum(-1), (2 * logp).exp().sum(-1)
+    return chosen, -(logp.exp() * logp).sum(-1)
 
 
 def plain_head(hidden, weight, targets):
@@ -40,7 +40,7 @@ def row_logits(model, response):
 
 
 def row_stats(model, response):
-    """logp, entropy and collision of each token of one response: (T,), all with gradient."""
+    """logp and entropy of each token of one response: (T,) each, with gradient."""
     return logit_stats(row_logits(model, response), torch.tensor(response.ids))
 
 
@@ -78,7 +78,7 @@ def method_loss(
     """
     lengths = [len(response.ids) for response in responses]
     stats = zip(*(row_stats(model, response) for response in responses))
-    logp, entropy, _ = map(torch.cat, stats)  # (N,) each
+    logp, entropy = map(torch.cat, stats)  # (N,) each
     a = torch.tensor(advantages, dtype=torch.float64)
     a = a.repeat_interleave(torch.tensor(lengths))  # A_i of each token
     rho = (logp - torch.cat(old_logp)).exp()
@@ -106,5 +106,6 @@ def method_loss(
         "clip_high": int(((a > 0) & (rho > high)).sum()),
         "tokens": int(forwarded.sum()),
         "ratio_sum": float(rho.detach()[forwarded].sum()),
+        "kl_sum": float((rho - 1 - rho.log()).detach()[forwarded].sum()),
         "loss": float(loss.detach()),
     }

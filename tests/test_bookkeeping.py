@@ -19,7 +19,7 @@ from test_distributed import lines
 
 import eval as evaluation
 import stapo
-from rollout import check_head, load_problems
+from rollout import Policy, check_head, load_problems
 from support import bookkeeping, decoding, distributed, progress
 from support.bookkeeping import Stopped
 from support.errors import InputError, RewardError
@@ -118,16 +118,17 @@ def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypa
 
 @pytest.mark.parametrize("here, elsewhere", [(True, False), (False, True), (False, False)])
 def test_a_stop_ends_work_on_all_ranks_or_on_none(monkeypatch, here, elsewhere):
-    """Where it was asked of this rank, the work is left at its next poll; else at its end."""
-    stop, told, polls = bookkeeping.StopSignal(), [], []
+    """Where it was asked of this rank, the work is left at its next item; else at its end."""
+    stop, told, items = bookkeeping.StopSignal(), [], []
+    work = (number for number in range(3))
     monkeypatch.setattr(bookkeeping, "all_max", lambda x: (told.append(x), max(x, elsewhere))[1])
     stop.asked = here
     left = contextlib.nullcontext() if not (here or elsewhere) else pytest.raises(Stopped)
-    with left, stop.together():
-        for number in range(3):
-            polls.append(number)
-            stop.poll()
-    assert told == [here] and len(polls) == (1 if here else 3)
+    with left:
+        for number in stop.together(work):
+            items.append(number)
+    assert told == [here] and len(items) == (1 if here else 3)
+    assert list(work) == []  # closed
 
 
 @pytest.mark.parametrize(
@@ -142,10 +143,16 @@ def test_a_stop_anywhere_in_a_step_loses_no_update(
     """
     output, real, calls, returned = tmp_path / "run", getattr(stapo, place), [], []
 
+    def to_its_end(drawn):
+        yield from drawn
+        returned.append(drawn)
+
     def spied(*args, **options):
         calls.append(args)
         if len(calls) == call:
             os.kill(os.getpid(), signal.SIGTERM)
+        if place == "sample":
+            return to_its_end(real(*args, **options))
         returned.append(real(*args, **options))
         return returned[-1]
 
@@ -240,14 +247,17 @@ def test_an_evaluation_that_was_cut_off_is_continued(evaluated, tmp_path, monkey
     flags, whole = evaluated
     output, real, seen = tmp_path / "run", evaluation.rollout.sample, []
 
-    def sample(*args, ended, **options):
-        def spied(place, response):
-            ended(place, response)
-            seen.append(response)
-            if len(seen) == 12 * step + 5:
-                os.kill(os.getpid(), signal.SIGTERM) if how == "stop" else 1 / 0
-
-        return real(*args, ended=spied, **options)
+    def sample(*args, **options):
+        for ended in real(*args, **options):
+            before = len(seen)
+            seen.extend(ended)
+            if before < 12 * step + 5 <= len(seen):
+                if how == "stop":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    yield ended
+                    raise ZeroDivisionError
+            yield ended
 
     monkeypatch.setattr(evaluation.rollout, "sample", sample)
     with contextlib.nullcontext() if how == "stop" else pytest.raises(ZeroDivisionError):
@@ -390,7 +400,7 @@ def test_a_model_without_layers_cannot_be_sharded():
     model = torch.nn.Module()
     model.base_model = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="Linear has no `.layers`"):
-        distributed.shard(model)
+        distributed.shard(Policy(model))
 
 
 # ------------------------------------------------------------------------------------- progress
@@ -453,7 +463,7 @@ def test_the_end_of_a_run_names_problems_and_what_is_missing(capsys):
     numbers = {"accuracy": 0.5, "response_length": 9.0, "silenced": 1, "tokens": 9}
     lines = [{"step": 0, "eval": {"t": first}}, {"step": 1} | numbers]
     lines += [{"step": 1, "eval": {"t": later}}, {"step": 2} | numbers]
-    progress.report_run(lines, 2, "RUN", True, unevaluated=True)
+    progress.report_run(lines, 2, "RUN", unevaluated=True)
     said = capsys.readouterr().out
     assert "after step 0, in percent ± standard error: t 10.0 ± 2.0 (256 problems)\n" in said
     assert "after step 1, in percent ± standard error: t 40.0 ± 2.0 (64 problems)\n" in said

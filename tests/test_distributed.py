@@ -125,28 +125,6 @@ def test_a_rank_that_fails_ends_the_job(tmp_path, place):
     assert ("Traceback" in said) == (place not in ("input", "flags"))
 
 
-def test_dumps_of_several_ranks_hold_the_tokens_of_all(folder):
-    """The canned responses fit into a dump whole, and are all shown with their likeliest words."""
-    paths = [folder / f"world{n}-stapo/dumps/step_000002.json" for n in (1, 4)]
-    alone, many = (json.loads(path.read_text()) for path in paths)
-    for key in ("positive_tokens", "all_tokens"):
-        assert many[key] == pytest.approx(alone[key], rel=1e-4)
-    rows = [sorted(dump["tokens"], key=lambda token: token["p"]) for dump in (alone, many)]
-    for one, other in zip(*rows, strict=True):
-        keys = ("p", "entropy", "collision", "advantage", "weight", "tau_h")
-        assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-3)
-        assert (one["token"], one["silenced"]) == (other["token"], other["silenced"])
-    assert sum(token["silenced"] for token in many["tokens"]) > 3
-    rows = [sorted(dump["responses"], key=lambda r: r["token"]) for dump in (alone, many)]
-    assert len(rows[0]) == 15 and len({r["problem"] for r in rows[0]}) == 8
-    for one, other in zip(*rows, strict=True):
-        for key in ("problem", "token", "silenced", "length"):
-            assert one[key] == other[key]
-        for t, likeliest in enumerate(one["likeliest"]):
-            shares = [share for _, share in other["likeliest"][t]]
-            assert [share for _, share in likeliest] == pytest.approx(shares, rel=1e-2, abs=1e-6)
-
-
 def test_cases_are_what_they_say(folder):
     lines = {case: torch.load(folder / f"world1-{case}.pt")["metrics"][0] for case in CASES}
     assert lines["stapo"]["silenced"] > 3 and lines["stapo"]["candidates"] > 8

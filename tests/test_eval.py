@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import BENCHMARKS, TINY
 from ranks import launch
+from transformers import PreTrainedConfig
 
 import eval as evaluation
 from reward import is_correct
@@ -35,6 +36,13 @@ class Letters:
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
+class Named(str):
+    """A model of which its name is all that there is."""
+
+    config = PreTrainedConfig()
+    name_or_path = property(str)
+
+
 class Scripted:
     """In place of rollout.sample: answers as told, counts what it is asked.
 
@@ -47,17 +55,17 @@ class Scripted:
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda name: Letters())
-        monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: name)
+        monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: Named(name))
 
-    def __call__(self, model, tokenizer, prompts, *, poll, ended, seed, **options):
+    def __call__(self, model, tokenizer, prompts, *, seed, **options):
         self.decoded.append((options["temperature"], options.get("top_p")))
         for place in sorted(range(len(prompts)), key=lambda place: (place % 3, place)):
             self.before.get(len(self.asked), lambda: None)()
-            poll()
+            yield []
             prompt, noise = "".join(map(chr, prompts[place])), random.Random(seed[place])
             text, length, truncated = self.script(model, prompt, noise)
             self.asked.append((model, prompt))
-            ended(place, Response(prompts[place], [0] * length, truncated, text))
+            yield [(place, Response(prompts[place], [0] * length, truncated, text))]
 
 
 def terminate() -> None:

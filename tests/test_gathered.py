@@ -11,6 +11,7 @@ from ranks import launch
 
 import rollout
 from support import distributed
+from support.head import Float32Head
 
 TINY = str(Path(__file__).parent / "tiny")
 
@@ -25,38 +26,39 @@ def worker() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     distributed.start()
     tokenizer, plain = rollout.load_tokenizer(TINY), rollout.load_model(TINY)
-    model = rollout.load_policy(TINY)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    policy = rollout.load_policy(TINY, gradient_checkpointing=True)
+    policy.train()
     ids = torch.arange(20, 60).view(2, 20) + distributed.rank()
     mask = torch.ones_like(ids, dtype=torch.bool)
     # ragged: ranks that gathered anew at each token would wait for each other
     prompts = [[20, 21 + i] for i in range(6 + distributed.rank())]
     for _ in range(2):  # before the first update and after one
         for fails in (True, False):
-            with contextlib.suppress(InterruptedError), distributed.gathered(model) as policy:
-                assert policy.device == model.device and policy.dtype == torch.float32
-                assert fused_norms(policy) == fused_norms(model) > 0  # no rounding apart
+            with contextlib.suppress(InterruptedError), distributed.gathered(policy) as twin:
+                assert twin.device == policy.model.device and twin.dtype == torch.float32
+                assert fused_norms(twin) == fused_norms(policy) > 0  # no rounding apart
+                assert type(twin.lm_head) is type(policy.model.lm_head) is Float32Head
                 options = {"max_new_tokens": 12, "batch_size": 4, "seed": distributed.rank()}
                 ours, theirs = (
-                    rollout.sample(m, tokenizer, prompts, **options) for m in (policy, plain)
+                    rollout.in_order(rollout.sample(m, tokenizer, prompts, **options))
+                    for m in (twin, plain)
                 )
                 assert [r.ids for r in ours] == [r.ids for r in theirs]
                 if fails:
                     raise InterruptedError
-            assert all(hasattr(p, "to_local") for p in model.parameters())  # shards again
-        model.zero_grad()
-        model.token_stats(ids, mask, mask)[0].sum().backward()
+            assert all(hasattr(p, "to_local") for p in policy.parameters())  # shards again
+        policy.zero_grad()
+        policy(ids, mask, 38).logp.sum().backward()
         plain.zero_grad()
         for rank in range(distributed.world_size()):
             row = torch.arange(20, 60).view(2, 20) + rank
-            logp = rollout.token_stats(plain, row, mask, mask)[0]
+            logp = rollout.Policy(plain)(row, mask, 38).logp
             (logp.sum() / distributed.world_size()).backward()
-        for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        for p, expected in zip(policy.parameters(), plain.parameters(), strict=True):
             error = (p.grad.full_tensor() - expected.grad).abs().max()
             assert error < 1e-5 * expected.grad.abs().max()
         with torch.no_grad():  # the twin of the next round has to see this
-            for parameter in (*model.parameters(), *plain.parameters()):
+            for parameter in (*policy.parameters(), *plain.parameters()):
                 parameter.mul_(1.25)
     distributed.finish()
 

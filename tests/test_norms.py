@@ -34,12 +34,10 @@ def both(family: str):
 
 def scores_and_gradients(model, checkpointing: bool) -> list[torch.Tensor]:
     """Of rows padded on the right; the gradient of every weight."""
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(0, 104, (3, 19), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids).bool()
     mask[0, 12:] = mask[2, 7:] = False
-    stats = rollout.token_stats(model.train(), ids, mask, mask)
+    stats = rollout.Policy(model, checkpointing).train()(*rollout.Policy(model).inputs(ids, mask))
     stats.logp.sum().backward()
     return [*(s.detach() for s in stats), *(p.grad for p in model.parameters())]
 
@@ -52,7 +50,10 @@ def test_not_a_bit_changes_in_float32(family, tokenizer, monkeypatch):
     assert fused_norms(plain) == 0 and fused_norms(fused) == FUSED.get(family, 5)
     assert plain.state_dict().keys() == fused.state_dict().keys()
     prompts, settings = random_prompts(9, 12), {"max_new_tokens": 20, "batch_size": 5}
-    sampled = [rollout.sample(model, tokenizer, prompts, **settings) for model in (fused, plain)]
+    sampled = [
+        rollout.in_order(rollout.sample(model, tokenizer, prompts, **settings))
+        for model in (fused, plain)
+    ]
     assert [r.ids for r in sampled[0]] == [r.ids for r in sampled[1]]
     for checkpointing in (False, True):
         pair = (scores_and_gradients(model, checkpointing) for model in (fused, plain))

@@ -133,23 +133,24 @@ def test_3_1_loss_and_gradient_equal_a_loop(seed, tau_p, q):
 
 @pytest.fixture(scope="module")
 def sampled(tiny_model, tokenizer):
-    """Tokens that the tiny model sampled: ids (N,), full logits (N, V), and token_stats of them.
+    """Tokens that the tiny model sampled: ids (N,), full logits (N, V), and ln p and H of them.
 
-    The three statistics are the project's own: float32, from one padded batch.
+    ln p and H are the project's own: float32, from one padded batch.
     """
     prompts = [rollout.encode_prompt(tokenizer, f"Q: {i}+7-3=?", "") for i in range(2, 34)]
-    responses = rollout.sample(tiny_model, tokenizer, prompts, max_new_tokens=60)
-    *batch, mask = rollout.pad_batch(responses)
+    responses = rollout.in_order(rollout.sample(tiny_model, tokenizer, prompts, max_new_tokens=60))
+    ids, mask, _ = rollout.pad_batch(responses)
     with torch.no_grad():
         logits = torch.cat([row_logits(tiny_model, r) for r in responses]).double()
-        stats = [s[mask].double() for s in rollout.token_stats(tiny_model, *batch, mask)]
+        stats = rollout.Policy(tiny_model)(ids, mask, int(mask.sum()))
+        stats = [values[mask].double() for values in stats]
     return torch.tensor([i for r in responses for i in r.ids]), logits, stats
 
 
 def test_3_2_gradient_norm_lemma_and_the_theorems_bounds(sampled):
     """||dJ/da||^2 by autograd = w^2 (1 - 2 p + sum pi^2), and lies between the bounds of H.
 
-    The right sides hold for float64 statistics to rounding, and for token_stats' to float32's.
+    The right sides hold for float64 statistics to rounding, and for the policy's to float32's.
     """
     tokens, logits, ours = sampled
     n, vocab = logits.shape
@@ -166,7 +167,8 @@ def test_3_2_gradient_norm_lemma_and_the_theorems_bounds(sampled):
     w = torch.where(flat, 0.0, rho * advantages)
     assert 0 < flat.sum() < n > 200
     c_v = (vocab - 1) / (vocab * math.log(vocab) ** 2)
-    for (logp, entropy, collision), atol in (([s.detach() for s in exact], 1e-12), (ours, 2e-5)):
+    collision = logits.detach().softmax(-1).square().sum(-1)
+    for (logp, entropy), atol in (([s.detach() for s in exact], 1e-12), (ours, 2e-5)):
         p = logp.exp()
         torch.testing.assert_close(squared, w**2 * (1 - 2 * p + collision), atol=atol, rtol=1e-9)
         assert (squared >= w**2 * (1 - 2 * p + (-entropy).exp()) - atol).all()
@@ -198,9 +200,9 @@ def test_3_2_entropy_change_lemma(sampled):
 def test_3_2_rewarding_an_unlikely_token_raises_the_entropy(sampled):
     """The lemma with A on the sampled token y alone: dH = -eta A p (ln p + H).
 
-    p and H are token_stats' own. Where ln p < -H, which every rare token fulfils, H rises.
+    p and H are the policy's own. Where ln p < -H, which every rare token fulfils, H rises.
     """
-    tokens, logits, (logp, entropy, _) = sampled
+    tokens, logits, (logp, entropy) = sampled
     eta_a = 1e-3 * 1.6
     only_y = torch.nn.functional.one_hot(tokens, logits.shape[1])
     change = entropy_of(logits + eta_a * only_y) - entropy_of(logits)
@@ -279,7 +281,7 @@ def rollout_line(old_logp, entropy, rewards, tau_p):
         "tokens": len(entropy),
         "response_length": len(entropy) / len(rewards),
         "entropy": float(entropy.mean()),
-        "entropy_p80": float(entropy.quantile(0.8)),
+        **{f"entropy_p{p}": float(entropy.quantile(p / 100)) for p in (50, 80, 95, 99)},
         "low_prob_fraction": float((right.exp() < tau_p).double().mean()),
         "accuracy": rewards.count(1) / len(rewards),
         "reward": statistics.mean(rewards),
@@ -294,7 +296,7 @@ def replay(collected, cfg):
     lines = []
     for step, (responses, rewards) in enumerate(collected, start=1):
         with torch.no_grad():
-            old_logp, entropy, _ = zip(*(row_stats(model, response) for response in responses))
+            old_logp, entropy = zip(*(row_stats(model, response) for response in responses))
         lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / cfg.warmup_steps)
         updates = []
         for start in range(0, len(responses), 16):  # 4 prompts of 4 responses
@@ -308,6 +310,7 @@ def replay(collected, cfg):
         line |= {"silenced_fraction": total["silenced"] / tokens, "lr": lr}
         line |= {key: total[key] / total["tokens"] for key in ("clip_low", "clip_high")}
         line |= {"ratio_mean": total["ratio_sum"] / total["tokens"]}
+        line |= {"approx_kl": total["kl_sum"] / total["tokens"]}
         lines.append(line | {key: total[key] / len(updates) for key in ("loss", "grad_norm")})
     return model, lines
 

@@ -159,7 +159,7 @@ def test_controls_silence_rare_tokens_of_the_other_answers(method, asked, monkey
     logp = [-9 * torch.rand(len(response.ids), generator=draw) for response in responses]
     entropy = [torch.rand(len(row), generator=draw) for row in logp]
     advantages = [float(row % 3 - 1) for row in range(40)]
-    old = [stapo.TokenStats(*row) for row in zip(logp, entropy, entropy)]
+    old = [stapo.TokenStats(*row) for row in zip(logp, entropy)]
     batch = to_batch(responses, advantages, old)
     choice = choose(batch, batch.old, stapo.Config(tau_p=0.002, q=0.75))
     numbers = zip(torch.cat(logp), torch.cat(entropy), batch.advantages[batch.mask.nonzero()[:, 0]])

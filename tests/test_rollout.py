@@ -1,7 +1,9 @@
 """Prompts, sampling and scoring: against float64, autograd, and the model's own softmax."""
 
+import itertools
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from reference import logit_stats, plain_head
 from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
-from rollout import Response, encode_prompt, head_stats, load_problems, sample, stop_ids
-from support import decoding, progress, seeds
+from rollout import Response, encode_prompt, in_order, load_problems, sample, stop_ids
+from support import decoding, head, progress, seeds
+from support.head import HeadStats, TokenStats, use_float32_head
 
 STOPS = list(range(5, 15))  # many, so that random models end their responses at many lengths
 SHAPE = {
@@ -35,6 +38,9 @@ FAMILIES = {
     "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
     # a mask of its own; an attention of its own (two)
     "doge": transformers.DogeConfig(**SHAPE),
+    # logits with a scale; with a bias
+    "granite": transformers.GraniteConfig(**SHAPE, logits_scaling=3.0),
+    "phi": transformers.PhiConfig(**SHAPE),
     "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
     "neox, japanese": transformers.GPTNeoXJapaneseConfig(**SHAPE),
 }
@@ -47,19 +53,20 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-@pytest.mark.parametrize("chunk", [1, 7, 64, None])
-@pytest.mark.parametrize("block", [3, 1000])
+@pytest.mark.parametrize("chunks", [(1, 1000, 1), (7, 3, 7), (64, 3, 20), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_in_chunks_is_the_head(chunk, block, dtype, device, monkeypatch):
-    monkeypatch.setitem(rollout.HEAD_CHUNKS, device, rollout.HeadChunks(20, block, 30))
+def test_head_in_chunks_is_the_head(chunks, dtype, device, monkeypatch):
+    """Values and gradients of 50 tokens; None: the sizes that suit the device."""
+    if chunks:
+        monkeypatch.setitem(head.HEAD_CHUNKS, device, head.HeadChunks(*chunks))
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 24, generator=g).to(device, dtype).requires_grad_()
     weight = torch.randn(311, 24, generator=g).to(device, dtype).requires_grad_()
     targets = torch.randint(0, 311, (50,), generator=g).to(device)
     scale = torch.randn(50, generator=g).to(device)
-    stats = head_stats(hidden, weight, targets, chunk=chunk)
+    stats = HeadStats.apply(hidden, weight, targets, False)
     assert all(s.dtype == torch.float32 and s.shape == (50,) for s in stats)
-    assert [s.requires_grad for s in stats] == [True, False, False]
+    assert [s.requires_grad for s in stats] == [True, False]
     (stats[0] * scale).sum().backward()
     ours = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
@@ -71,42 +78,40 @@ def test_head_in_chunks_is_the_head(chunk, block, dtype, device, monkeypatch):
     for a, b in zip(ours, (hidden.grad, weight.grad)):
         torch.testing.assert_close(a, b, **close)
     hidden.grad = weight.grad = None
-    logp, *others = head_stats(hidden, weight, targets, chunk=chunk, logp_only=True)
+    logp, entropy = HeadStats.apply(hidden, weight, targets, True)
     (logp * scale).sum().backward()
     same = zip((logp, hidden.grad, weight.grad), (stats[0], *ours), strict=True)
-    assert others == [None, None] and all(a.equal(b) for a, b in same)  # to the bit
+    assert entropy is None and all(a.equal(b) for a, b in same)  # to the bit
 
 
 def test_head_of_no_tokens():
     hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
-    logp, entropy, collision = head_stats(hidden, weight, torch.zeros(0, dtype=torch.long))
+    logp, entropy = HeadStats.apply(hidden, weight, torch.zeros(0, dtype=torch.long), False)
     logp.sum().backward()
-    assert len(logp) == len(entropy) == len(collision) == 0 and weight.grad.abs().sum() == 0
+    assert len(logp) == len(entropy) == 0 and weight.grad.abs().sum() == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_token_stats_against_float64(random_model, tied, side):
-    """Values and every parameter's gradient, with garbage as padding on either side."""
-    model = random_model(tied=tied, spread=0.4)
+def test_the_policy_against_float64(random_model, tied):
+    """Values and every parameter's gradient, with garbage as padding, and a prompt of no tokens."""
+    policy = rollout.Policy(random_model(tied=tied, spread=0.4))
     g = torch.Generator().manual_seed(0)
-    rows = [(3, 9), (7, 2), (1, 14), (5, 1)]  # prompt and response lengths
-    width = max(map(sum, rows)) + 3
-    ids = torch.randint(0, 104, (4, width), generator=g)
-    attention, mask = torch.zeros(4, width).bool(), torch.zeros(4, width).bool()
+    rows = [(3, 9), (7, 2), (1, 14), (5, 1), (0, 6)]  # prompt and response lengths
+    ids = torch.randint(0, 104, (5, max(map(sum, rows)) + 3), generator=g)
+    mask = torch.zeros(ids.shape).bool()
     for i, (prompt, length) in enumerate(rows):
-        start = 0 if side == "right" else width - prompt - length
-        attention[i, start : start + prompt + length] = True
-        mask[i, start + prompt : start + prompt + length] = True
-    stats = rollout.token_stats(model, ids, attention, mask, chunk=8)
+        mask[i, prompt : prompt + length] = True
+    stats = policy(*policy.inputs(ids, mask))
+    mask[4, 0] = False  # nothing comes before the first token of a row
     assert all((s[~mask] == 0).all() and s.dtype == torch.float32 for s in stats)
-    stats[0].sum().backward()
-    ours = {name: p.grad for name, p in model.named_parameters()}
-    model.double().zero_grad()
+    stats.logp.sum().backward()
+    ours = {name: p.grad for name, p in policy.model.named_parameters()}
+    model = policy.model.double()
+    model.zero_grad()
     total = 0.0
-    for i, (prompt, _) in enumerate(rows):  # one unpadded row at a time
-        row = ids[i][attention[i]]
-        expected = logit_stats(model(row[None]).logits[0, prompt - 1 : -1], row[prompt:])
+    for i, (prompt, length) in enumerate(rows):  # one unpadded row at a time
+        row, first = ids[i, : prompt + length], max(prompt, 1)
+        expected = logit_stats(model(row[None]).logits[0, first - 1 : -1], row[first:])
         for s, e in zip(stats, expected):
             torch.testing.assert_close(s[i][mask[i]].double(), e, atol=2e-5, rtol=1e-4)
         total = total + expected[0].sum()
@@ -118,10 +123,35 @@ def test_token_stats_against_float64(random_model, tied, side):
         )
 
 
-def scores(model, responses) -> rollout.TokenStats:
+@pytest.mark.parametrize("family", ["qwen3", "mistral, windows", "granite", "phi"])
+def test_what_a_bfloat16_model_draws_from_is_a_float32_product(family, tokenizer, monkeypatch):
+    """Looked at on its way to the draw: with the scale or the bias that a model gives its logits.
+
+    The product of bfloat16 factors in bfloat16 is off by up to half a percent, and never closer.
+    """
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).bfloat16().eval()
+    own, drawn, processors = [], [], transformers.LogitsProcessorList
+    model.lm_head.register_forward_pre_hook(lambda _, args: own.append(args[0][:, -1]))
+    use_float32_head(model)
+    model.lm_head.register_forward_pre_hook(lambda _, args: own.append(args[0][:, -1]))
+    seen = lambda self, ids, logits, **_: (drawn.append(logits), logits)[1]  # noqa: E731
+    monkeypatch.setattr(processors, "__call__", seen)
+    in_order(sample(model, tokenizer, [[5, 6, 7], [8]], max_new_tokens=9))
+    own = own[-len(drawn) :]  # without the reading of prompts
+    assert len(drawn) == 9 and all(logits.dtype == torch.float32 for logits in drawn)
+    for hidden, logits in zip(own, drawn):
+        expected = hidden.float() @ model.lm_head.weight.float().T
+        if family == "granite":
+            expected /= model.config.logits_scaling
+        if family == "phi":
+            expected += model.lm_head.bias
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def scores(model, responses) -> TokenStats:
     """The statistics of these responses, in micro-batches of 100 tokens."""
-    ids, attention, mask = rollout.pad_batch(responses)
-    return rollout.response_stats(model, ids, mask, attention.sum(1), 100)
+    return rollout.response_stats(rollout.Policy(model), *rollout.pad_batch(responses), 100)
 
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
@@ -139,7 +169,7 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
     rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SHAPE, max_position_embeddings=16, rope_parameters=rope)
-    model = rollout.with_methods(transformers.LlamaForCausalLM(config).eval())
+    model = transformers.LlamaForCausalLM(config).eval()
     short = Response([5, 6], list(range(20, 28)), False, "")
     long = Response([5], [7] * 39, True, "")
     alone, beside = (scores(model, rows).logp[0, 2:10] for rows in ([short], [short, long]))
@@ -184,7 +214,7 @@ def test_rollouts_follow_the_full_softmax(random_model, tokenizer):
     )
     own, prompt, n = model.generation_config, [5, 9, 11, 40], 8000
     settings = {"max_new_tokens": 2, "batch_size": 4000, "seed": 1}
-    responses = sample(model, tokenizer, [prompt] * n, **settings)
+    responses = in_order(sample(model, tokenizer, [prompt] * n, **settings))
     assert model.generation_config is own  # put back
     with torch.no_grad():
         p = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
@@ -207,7 +237,7 @@ def test_temperature_and_top_p_shape_the_softmax(random_model, tokenizer):
     """The nucleus by hand: the likeliest tokens until 0.9 of the sharpened softmax is reached."""
     model, prompt, n = random_model(spread=0.3), [5, 9, 11, 40], 8000
     settings = {"max_new_tokens": 1, "temperature": 0.7, "top_p": 0.9}
-    responses = sample(model, tokenizer, [prompt] * n, batch_size=4000, **settings)
+    responses = in_order(sample(model, tokenizer, [prompt] * n, batch_size=4000, **settings))
     with torch.no_grad():
         p = (model(torch.tensor([prompt])).logits[0, -1].double() / 0.7).softmax(-1)
     order, total = p.argsort(descending=True).tolist(), 0.0
@@ -250,8 +280,7 @@ def test_random_numbers_are_splitmix64():
 
 def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
     """The same under other batch sizes, other company and another order, also amid training."""
-    tiny.train()
-    tiny.gradient_checkpointing_enable({"use_reentrant": False})  # in training mode: no cache
+    rollout.Policy(tiny, gradient_checkpointing=True).train()
     texts = [f"Q: {i // 4}+7-3=?" for i in range(8, 20)]  # four responses to each prompt
     prompts, seeds = [encode_prompt(tokenizer, text, "") for text in texts], list(range(70, 82))
     runs = []
@@ -260,10 +289,11 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
         drawn = sample(
             tiny, tokenizer, asked[0], max_new_tokens=40, batch_size=batch_size, seed=asked[1]
         )
-        runs.append({i: r.ids for i, r in zip(order, drawn)})
+        runs.append({i: r.ids for i, r in zip(order, in_order(drawn))})
     assert runs[0] == runs[1] == runs[2] and runs[3][4] == runs[0][4]
     assert len({tuple(ids) for ids in runs[0].values()}) > 8 and tiny.training
-    again = [sample(tiny, tokenizer, prompts, max_new_tokens=9, seed=s) for s in (3, 3, 4)]
+    options = {"max_new_tokens": 9}
+    again = [in_order(sample(tiny, tokenizer, prompts, seed=s, **options)) for s in (3, 3, 4)]
     assert again[0] == again[1] != again[2]
 
 
@@ -271,7 +301,7 @@ def test_a_leaking_processor_is_refused(random_model, tokenizer, monkeypatch):
     real = rollout.GenerationConfig
     monkeypatch.setattr(rollout, "GenerationConfig", lambda **k: real(**{**k, "top_k": 50}))
     with pytest.raises(RuntimeError, match="TopK"):
-        sample(random_model(), tokenizer, [[5]], max_new_tokens=2)
+        next(sample(random_model(), tokenizer, [[5]], max_new_tokens=2))
 
 
 def random_prompts(count: int, longest: int) -> list[list[int]]:
@@ -308,7 +338,7 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
         monkeypatch.setattr(decoding, "CACHE_BLOCK", block)
         settings = {"max_new_tokens": 37, "temperature": 0.0, "batch_size": batch_size}
         some = 12 if batch_size > 1 else 3
-        responses = sample(model, tokenizer, prompts[:some], **settings)
+        responses = in_order(sample(model, tokenizer, prompts[:some], **settings))
         found = [(r.ids, r.truncated) for r in responses]
         assert found == [(ids, ids[-1] not in STOPS) for ids in expected[:some]]
     assert capsys.readouterr().out.count("plain generate, in batches") == ("window" in family)
@@ -317,7 +347,8 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
 def test_responses_have_their_text(random_model, tokenizer):
     """Of the ids that the tokenizer has: a model's vocabulary may be wider."""
     model, size = random_model(vocab_size=len(tokenizer) + 500), len(tokenizer)
-    responses = sample(model, tokenizer, [[5]] * 8, max_new_tokens=29, batch_size=4)
+    drawn = sample(model, tokenizer, [[5]] * 8, max_new_tokens=29, batch_size=4)
+    responses = in_order(drawn)
     assert max(i for r in responses for i in r.ids) >= size
     for r in responses:
         known = [i for i in r.ids if i < size]
@@ -356,7 +387,8 @@ def test_a_freed_slot_takes_the_next_prompt(random_model, monkeypatch):
     model.register_forward_pre_hook(
         lambda _, args, kwargs: forwards.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    responses = sample(model, tokenizer, prompts, max_new_tokens=50, batch_size=6, seed=1)
+    drawn = sample(model, tokenizer, prompts, max_new_tokens=50, batch_size=6, seed=1)
+    responses = in_order(drawn)
     for r in responses:
         assert not {*r.ids[:-1]} & {*STOPS} and r.truncated == (r.ids[-1] not in STOPS)
     assert tokenizer.pad_token_id == 14 in [r.ids[-1] for r in responses]
@@ -375,24 +407,75 @@ def test_logits_that_are_nan_give_an_id_that_exists(random_model, tokenizer):
     model = random_model()
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
     for temperature in (0.0, 1.0):
-        responses = sample(model, tokenizer, [[5, 6]], max_new_tokens=3, temperature=temperature)
-        assert all(0 <= i < 104 for i in responses[0].ids)
+        options = {"max_new_tokens": 3, "temperature": temperature}
+        (response,) = in_order(sample(model, tokenizer, [[5, 6]], **options))
+        assert all(0 <= i < 104 for i in response.ids)
 
 
+def state_of(model) -> tuple:
+    modes = [module.training for module in model.modules()]
+    return model.generation_config, modes, torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "mistral, windows"])
-def test_what_poll_raises_ends_the_sampling(family, tokenizer):
-    """Polled every 8 tokens: the third time is after at least 8 and at most 24 of 100."""
-    model, forwards, polls = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]), [], []
+def test_the_model_is_as_it_was_at_each_yield_and_after(family, training, tokenizer, monkeypatch):
+    """Two samplers of one model are advanced in turn, and left at any of their yields, also in the
+    order in which they began. In between the caller trains.
+    """
+    monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).train(training)
+    caches, made = [], decoding.SlotCache
+    watched = lambda *args: (cache := made(*args), caches.append(weakref.ref(cache)))[0]  # noqa: E731
+    monkeypatch.setattr(decoding, "SlotCache", watched)
+    before, prompts = state_of(model), random_prompts(9, 5)
+    options = {"max_new_tokens": 40, "batch_size": 3}
+    whole = len(list(sample(model, tokenizer, prompts, **options)))
+    for count in range(whole + 1):
+        first, second = (sample(model, tokenizer, prompts, **options) for _ in "ab")
+        for _ in range(count):
+            next(first), next(second)
+            assert state_of(model) == before
+        model(torch.tensor([[5, 6]])).logits.sum().backward()
+        first.close()
+        assert state_of(model) == before
+        drawn = [place for ended in second for place, _ in ended]
+        assert state_of(model) == before and len(drawn) == len(set(drawn)) <= 9
+    assert whole > 2 and not any(cache() for cache in caches)
+
+
+def test_few_tokens_pass_between_two_yields(random_model, tokenizer):
+    """Often nothing has ended: the caller can look at a stop. Nothing is kept of what ended."""
+    model, forwards, seen = random_model(spread=0.3), [], []
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    alive = []
+    for ended in sample(model, tokenizer, random_prompts(40, 5), max_new_tokens=60, batch_size=2):
+        seen.append((len(forwards), len(ended)))
+        alive += [weakref.ref(response) for _, response in ended]
+        del ended
+        assert sum(response() is not None for response in alive) <= 2
+    assert all(later - earlier <= 9 for (earlier, _), (later, _) in itertools.pairwise(seen))
+    assert sum(count for _, count in seen) == 40 and [0] * 5 < sorted(count for _, count in seen)
 
-    def poll():
-        polls.append(1)
-        if len(polls) == 3:
-            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        sample(model, tokenizer, [[5, 6], [5]], max_new_tokens=100, poll=poll)
-    assert len(polls) == 3 and 8 <= len(forwards) <= 25
+@pytest.mark.parametrize("broken", ["model", "loop"])
+def test_an_error_leaves_the_model_as_it_was(broken, random_model, tokenizer, monkeypatch):
+    monkeypatch.setattr(rollout, "stop_ids", lambda *_: [104])  # no response ends
+    model, calls = random_model().train(), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) > 20:
+            raise ZeroDivisionError
+
+    model.register_forward_pre_hook(fail)
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError):
+        for _ in sample(model, tokenizer, [[5, 6]], max_new_tokens=100):
+            if broken == "loop":
+                raise ZeroDivisionError
+    assert state_of(model) == before and len(calls) == (9 if broken == "loop" else 21)
 
 
 # ---------------------------------------------------------------------------- prompts and problems
@@ -466,7 +549,6 @@ def test_column_layouts(tmp_path, row, answer):
 
 def test_pad_batch_lays_out_prompt_and_response():
     rows = [Response([4, 5], [6, 1], False, ""), Response([7], [8], True, "")]
-    ids, attention, mask = rollout.pad_batch(rows)
-    assert ids.tolist() == [[4, 5, 6, 1], [7, 8, 0, 0]]
-    assert attention.tolist() == [[True] * 4, [True, True, False, False]]
+    ids, mask, lengths = rollout.pad_batch(rows)
+    assert ids.tolist() == [[4, 5, 6, 1], [7, 8, 0, 0]] and lengths.tolist() == [4, 2]
     assert mask.tolist() == [[False, False, True, True], [False, True, False, False]]

@@ -7,7 +7,7 @@ import torch
 from conftest import TINY
 
 import stapo
-from rollout import load_problems, pad_batch, sample, sampling_gap, token_stats
+from rollout import Policy, in_order, load_problems, pad_batch, sample, sampling_gap
 from support import progress
 
 
@@ -19,9 +19,9 @@ def scored(model, scorer, tokenizer, responses: int, **options):
     problems = load_problems(str(TINY / "train.jsonl"))[:responses]
     prompts = [tokenizer(f"{row['problem']}\nFirst ").input_ids for row in problems]
     drawn = sample(model, tokenizer, prompts, max_new_tokens=60, **options)
-    ids, attention, mask = pad_batch(drawn)
+    ids, mask, _ = pad_batch(in_order(drawn))
     with torch.no_grad():
-        logp, entropy, _ = token_stats(scorer, ids, attention, mask)
+        logp, entropy = Policy(scorer)(ids, mask, int(mask.sum()))
     return logp, entropy, mask
 
 

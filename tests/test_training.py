@@ -82,7 +82,7 @@ def gradient_of(model, batch, current, **flags):
     """The gradient of an update, and its metrics."""
     cfg, optimizer = Config(grad_clip=math.inf, **flags), Frozen(model)
     choice, counts = choose(batch, current, **flags)
-    totals = update(model, optimizer, batch, choice.keep, counts, cfg)
+    totals = update(rollout.Policy(model), optimizer, batch, choice.keep, counts, cfg)
     return optimizer.gradient, totals | {key: counts[key] for key in ("candidates", "silenced")}
 
 
@@ -108,8 +108,12 @@ def assert_update_is_the_reference(model, batch, current, options, **flags):
 
 @pytest.fixture
 def model(random_model):
-    model = random_model(spread=0.5)
-    return rollout.with_methods(model)
+    return random_model(spread=0.5)
+
+
+@pytest.fixture
+def policy(model):
+    return rollout.Policy(model)
 
 
 @pytest.mark.parametrize("budget, shuffled", [(1, False), (60, True), (10_000, True)])
@@ -151,36 +155,36 @@ def test_baselines_are_the_table(model, options):
         assert not torch.equal(own.keep, as_stapo.keep)
 
 
-def test_nothing_to_learn_still_steps_the_optimiser(model):
+def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
     """A zero gradient is not a missing one: AdamW decays the weights."""
     batch, current = make_mini_batch(model, groups=("---", "+++"))
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     choice, counts = choose(batch, current)
-    totals = update(model, optimizer, batch, choice.keep, counts, Config())
+    totals = update(policy, optimizer, batch, choice.keep, counts, Config())
     assert totals["loss"] == 0 and totals["grad_norm"] == 0
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] * (1 - 0.001))
 
 
-def test_not_finite_is_skipped(model):
+def test_not_finite_is_skipped(model, policy):
     """NaN in a ratio, or in an entropy alone, which would make every quantile NaN."""
     for spoil in ("old", "current"):
         batch, current = make_mini_batch(model)
         spoiled = batch.old.logp if spoil == "old" else current.entropy
         spoiled[0, int(batch.mask[0].nonzero()[0])] = math.nan
         optimizer, (choice, counts) = Frozen(model), choose(batch, current)
-        assert not update(model, optimizer, batch, choice.keep, counts, Config())["finite"]
+        assert not update(policy, optimizer, batch, choice.keep, counts, Config())["finite"]
         assert optimizer.steps == 0
 
 
-def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model):
-    rows, stats = [], model.token_stats
+def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model, policy):
+    rows = []
+    policy.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     batch, _ = make_mini_batch(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    model.token_stats = lambda *x, **options: (rows.append(len(x[0])), stats(*x, **options))[1]
     for flags, fresh in (
         ({"method": "justrl"}, lambda advantage: False),
         ({"method": "stapo"}, lambda advantage: advantage > 0),
@@ -188,7 +192,7 @@ def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model):
         ({"quantile_over": "all"}, lambda advantage: True),
     ):
         rows.clear()
-        found = stapo.statistics_pass(model, batch, Config(**flags))
+        found = stapo.statistics_pass(policy, batch, Config(**flags))
         assert sum(rows) == sum(map(fresh, batch.advantages.tolist()))
         for row, response in enumerate(responses_of(batch)):
             here = batch.mask[row]
@@ -200,7 +204,7 @@ def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model):
                 assert not got[row][~here].any()
 
 
-def test_the_token_at_the_threshold_is_kept(model):
+def test_the_token_at_the_threshold_is_kept(model, policy):
     """With 33 candidates tau_h is the 25th lowest entropy itself: the strict < keeps its token.
 
     The update is handed the mask and never compares again: its own entropies would differ by
@@ -211,11 +215,11 @@ def test_the_token_at_the_threshold_is_kept(model):
     assert (counts["candidates"], counts["silenced"]) == (33, 24)
     at = batch.mask & (current.entropy == choice.tau_h)
     assert at.sum() == 1 and choice.keep[at].all()
-    asked, stats = [], model.token_stats
-    model.token_stats = lambda *args, **options: (asked.append(options), stats(*args, **options))[1]
-    update(model, Frozen(model), batch, choice.keep, counts, Config())
-    assert asked and all(options["logp_only"] for options in asked)
-    assert all(options["count"] is not None for options in asked), "a GPU would be waited for"
+    asked = []
+    policy.register_forward_pre_hook(lambda *call: asked.append(call[1:]), with_kwargs=True)
+    update(policy, Frozen(model), batch, choice.keep, counts, Config())
+    assert asked and all(options["logp_only"] for _, options in asked)
+    assert all(type(args[2]) is int for args, _ in asked), "a GPU would be waited for"
 
 
 @pytest.mark.parametrize("budget", [1, 20, 50, 10_000])
@@ -235,7 +239,7 @@ def test_micro_batches_stay_within_the_budget(budget):
 
 def batch_of(*rows) -> stapo.Batch:
     """Responses to one prompt: A of each, p and H of its tokens under pi_old."""
-    stats = [TokenStats(torch.tensor(p).log(), *[torch.tensor(h)] * 2) for _, p, h in rows]
+    stats = [TokenStats(torch.tensor(p).log(), torch.tensor(h)) for _, p, h in rows]
     responses = [Response([3], [4] * len(p), False, "") for _, p, _ in rows]
     return to_batch(responses, [advantage for advantage, _, _ in rows], stats)
 
@@ -279,10 +283,10 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
     monkeypatch.setattr(stapo, "world_size", lambda: ranks)
 
     def sample(model, tokenizer, prompts, **_):
-        return [Response(ids, [5], False, "") for ids in prompts]
+        yield [(place, Response(ids, [5], False, "")) for place, ids in enumerate(prompts)]
 
     monkeypatch.setattr(stapo, "sample", sample)
-    zeros = lambda model, ids, *_: TokenStats(*(torch.zeros(ids.shape) for _ in "123"))  # noqa: E731
+    zeros = lambda model, ids, *_: TokenStats(*(torch.zeros(ids.shape) for _ in "12"))  # noqa: E731
     monkeypatch.setattr(stapo, "response_stats", zeros)
     cfg = Config(batch_size=4, mini_batch_size=2, group_size=2, seed=5)
     task = stapo.Task(None, problems, lambda text, row: 1.0, {}, {})
@@ -291,7 +295,7 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
     }
     for rank, names in enumerate(expected):
         monkeypatch.setattr(stapo, "rank", lambda rank=rank: rank)
-        batch, samples = stapo.collect(torch.nn.Linear(1, 1), None, task, 7, cfg)
+        batch, samples = stapo.collect(rollout.Policy(torch.nn.Linear(1, 1)), None, task, 7, cfg)
         assert " ".join(seeds[seed] for seed in batch.seeds.tolist()) == names
         assert [sample["problem"] for sample in samples] == [name[0] for name in names.split()]
         assert batch.ids[:, 0].tolist() == ["abcd".index(name[0]) for name in names.split()]
@@ -328,25 +332,17 @@ def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, monkeypatch):
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 2
 
 
-def test_lr_zero_measures_and_leaves_the_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.optim.AdamW, "step", None)
-    monkeypatch.setattr(torch.Tensor, "backward", None)
-    first, _ = run(tmp_path / "run", "--lr 0")
-    assert first["loss"] is None and first["entropy"] > 0
-    assert "tokens are spurious" in capsys.readouterr().out
-
-
 def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
     rows = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
-    flags = f"--lr 0 --eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl"
+    flags = f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl"
     found = run(tmp_path / "run", flags)
     assert [line["step"] for line in found if "eval" in line] == [0, 2]
     flags = f"--model {TINY} --benchmarks {tmp_path}/few.jsonl --decoding training --instruction="
     flags += f" --max_new_tokens 40 --rollout_batch_size 512 --output {tmp_path}/eval"
     evaluation.main(flags.split())
     expected = json.loads((tmp_path / "eval/scores.json").read_text())["scores"]["training"]
-    assert found[0]["eval"] == found[-1]["eval"] == expected and expected["few"]["mean"] > 0
+    assert found[0]["eval"] == expected and expected["few"]["mean"] > 0
 
 
 def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path, monkeypatch):
@@ -359,9 +355,9 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path, mon
     real, on, found = stapo.load_policy, [], []
 
     def load(*args):
-        model = real(*args)
-        on.append(any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
-        return model
+        policy = real(*args)
+        on.append(any(getattr(m, "gradient_checkpointing", False) for m in policy.modules()))
+        return policy
 
     monkeypatch.setattr(stapo, "load_policy", load)
     for checkpointing in ("true", "false"):
@@ -406,6 +402,8 @@ def missing(response, row):
         ("--max_prompt_tokens 1", "--max_prompt_tokens"),
         ("--steps 0", "--steps"),
         ("--lr nan", "--lr"),
+        ("--lr 0", "--lr"),
+        ("--max_new_tokens 4090", "--max_new_tokens 4090: the longest prompt has"),
         ("--grad_clip 0", "--grad_clip"),
         ("--output {folder}/held", "--resume"),
         ("--output {folder}/empty.jsonl/run", "--output"),

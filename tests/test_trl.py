@@ -17,11 +17,12 @@ from ranks import launch
 from reference import method_loss, plain_head, row_stats
 from transformers import TrainerCallback
 
-import stapo
 from rollout import (
     Response,
     encode_prompt,
+    in_order,
     load_model,
+    load_policy,
     load_tokenizer,
     pad_batch,
     response_stats,
@@ -306,16 +307,16 @@ class Engine:
 
     def __init__(self, **options) -> None:
         self.generation_kwargs, self.length = {}, options["max_completion_length"]
-        self.policy, self.tokenizer = stapo.load_policy(str(TINY)), load_tokenizer(str(TINY))
+        self.policy, self.tokenizer = load_policy(str(TINY)), load_tokenizer(str(TINY))
 
     def sync_weights(self) -> None:
         pass
 
     def generate(self, prompts, **_):
         options = {"max_new_tokens": self.length, "temperature": self.temperature}
-        drawn = sample(self.policy, self.tokenizer, prompts, **options)
-        ids, attention, mask = pad_batch(drawn)
-        scored = response_stats(self.policy, ids, mask, attention.sum(1), 4096).logp + self.offset
+        drawn = in_order(sample(self.policy.model, self.tokenizer, prompts, **options))
+        ids, mask, lengths = pad_batch(drawn)
+        scored = response_stats(self.policy, ids, mask, lengths, 4096).logp + self.offset
         logp = [[[x] for x in row[here].tolist()] for row, here in zip(scored, mask)]
         logp[0][0] = [None]  # vLLM's NaN
         return None, [response.ids for response in drawn], logp, None
