@@ -171,11 +171,13 @@ def run(case: str, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
-    real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective
+    real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective, stapo.load_policy
+    policies = []
     save = stapo.RunFolder.save
     if case != "stopped":  # the others are not continued
         stapo.RunFolder.save = lambda *_: None
     stapo.sample, torch.optim.AdamW = sample, Recorder
+    stapo.load_policy = lambda *args: (policies.append(real[4](*args)), policies[-1])[1]
     stapo.load_reward = lambda spec: lambda text, problem: float(text)
     if case == "poisoned":
         poison = [is_last]
@@ -192,11 +194,16 @@ def run(case: str, folder: Path) -> None:
         --tokens_per_micro_batch 300 --output {output} {flags}"""
     try:
         stapo.train(stapo.parse_flags(stapo.Config, "", argv.split()))
+        for policy in policies if distributed.world_size() > 1 else []:
+            # What FSDP2 keeps of each forward until a backward; GRPO's reference has no backward.
+            kept = policy._get_fsdp_state()._comm_ctx
+            assert not getattr(kept, "post_forward_order", [])
         if case == "stopped":  # after step 1, whose second update was finished
             assert len(gradients) == 2
             stapo.train(stapo.parse_flags(stapo.Config, "", ["--resume", str(output)]))
     finally:
-        stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective = real
+        stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective = real[:4]
+        stapo.load_policy = real[4]
         stapo.RunFolder.save = save
     if distributed.rank() == 0:
         lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
