@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,10 +38,13 @@ class Letters:
 
 
 class Named(str):
-    """A model of which its name is all that there is."""
+    """A model of which there is a name, and 64 positions if it is `short`."""
 
-    config = PreTrainedConfig()
     name_or_path = property(str)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return PreTrainedConfig(**{"max_position_embeddings": 64} if self == "short" else {})
 
 
 class Scripted:
@@ -349,6 +353,25 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     assert training[::4] != training[1::4], "each sample of a problem has a seed of its own"
 
 
+def test_an_evaluation_keeps_no_response_once_its_row_is_written(tmp_path, monkeypatch):
+    made, alive, add = [], [], evaluation.Journal.add
+
+    def counted(*fields):
+        made.append(weakref.ref(response := Response(*fields)))
+        return response
+
+    def adding(*args):
+        alive.append(sum(response() is not None for response in made))
+        add(*args)
+
+    monkeypatch.setattr(evaluation.rollout, "Response", counted)
+    monkeypatch.setattr(evaluation.Journal, "add", adding)
+    flags = ["--benchmarks", TINY / "test.jsonl", "--limit", 16, "--samples", 2]
+    flags += ["--model", TINY, "--rollout_batch_size", 4, "--max_new_tokens", 40]
+    run(tmp_path / "out", *flags, "--decoding", "training")
+    assert len(made) == len(alive) == 32 and max(alive) <= 4  # as many as end between two looks
+
+
 # ------------------------------------------------------------------------------------ the verifier
 
 
@@ -398,6 +421,9 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
     asked = [prompt for model, prompt in fake.asked if model == "org/J"]
     assert len(asked) == 8, "none is asked for twice"
     assert not any("problem 0\n" in prompt for prompt in asked)
+    match = r"^eval.py: --verifier short, max_new_tokens 16: the longest prompt has \d{4} tokens"
+    with pytest.raises(SystemExit, match=match):
+        run(tmp_path / "out", *flags, "--verifier", "short")
     for prompt in asked:
         assert "<reference_answer>\n7\n</reference_answer>" in prompt
         tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
@@ -486,6 +512,7 @@ def test_two_ranks_give_what_one_gives(tmp_path):
         (["--output", "{}/good.jsonl"], "--output .*good.jsonl: .*name another directory"),
         (["--output", "{}"], "--output .*settings.json'; name another directory"),  # .jsonl files
         (["--model", "{}/nobody"], "nobody: no tokenizer there"),
+        (["--max_new_tokens", "4090"], "--max_new_tokens 4090: .* 4096 positions, so that at most"),
     ],
 )
 def test_wrong_input_ends_in_one_clear_line(tmp_path, monkeypatch, flags, message):

@@ -154,6 +154,13 @@ def scores(model, responses) -> TokenStats:
     return rollout.response_stats(rollout.Policy(model), *rollout.pad_batch(responses), 100)
 
 
+def yarn(positions: int, **rope) -> transformers.LlamaConfig:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, **rope}
+    return transformers.LlamaConfig(
+        **SHAPE, max_position_embeddings=positions, rope_parameters=rope
+    )
+
+
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 ROPES = {
     "default": {},
@@ -181,6 +188,28 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
             rollout.load_model(str(tmp_path))
     else:
         rollout.load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (transformers.LlamaConfig(**SHAPE, max_position_embeddings=64), 64),
+        (transformers.MambaConfig(), None),
+        # under YaRN the number is the one before the factor (Qwen2.5) or behind it
+        (yarn(64, factor=4.0, original_max_position_embeddings=64), 256),
+        (yarn(256, factor=4.0, original_max_position_embeddings=64), 256),
+        (yarn(64, factor=4.0), 256),
+    ],
+)
+def test_responses_fit_in_the_positions(config, positions):
+    prompts = [[5] * 24, [5] * 7]
+    if positions is None:
+        rollout.check_length(config, prompts, 10**6, "--max_new_tokens")
+        return
+    rollout.check_length(config, prompts, positions - 24, "--max_new_tokens")
+    message = f"--max_new_tokens {positions - 23}: .* 24 .* {positions} .* at most {positions - 24}"
+    with pytest.raises(rollout.InputError, match=message):
+        rollout.check_length(config, prompts, positions - 23, "--max_new_tokens")
 
 
 def test_the_kinds_of_positions_that_modules_name():

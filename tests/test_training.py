@@ -403,7 +403,12 @@ def missing(response, row):
         ("--steps 0", "--steps"),
         ("--lr nan", "--lr"),
         ("--lr 0", "--lr"),
-        ("--max_new_tokens 4090", "--max_new_tokens 4090: the longest prompt has"),
+        # before the weights are asked for
+        ("--model {folder}/shell --max_new_tokens 4090", "--max_new_tokens 4090: the longest"),
+        (
+            "--eval_every 1 --eval_benchmarks {folder}/long.jsonl",
+            "--max_new_tokens 40: the longest",
+        ),
         ("--grad_clip 0", "--grad_clip"),
         ("--output {folder}/held", "--resume"),
         ("--output {folder}/empty.jsonl/run", "--output"),
@@ -425,7 +430,10 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys, flags, names
     (tmp_path / "unanswered.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "torn.jsonl").write_text('{"problem": "1+1", "ans')
     Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "hollow.parquet")
-    tokenizer.save_pretrained(tmp_path / "no_weights")
+    for name in ("no_weights", "shell"):
+        tokenizer.save_pretrained(tmp_path / name)
+    shutil.copy(TINY / "config.json", tmp_path / "shell")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"problem": "1+" * 5000, "answer": "2"}))
     (tmp_path / "held").mkdir()
     (tmp_path / "held/metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "own.py").write_text(REWARDS)
