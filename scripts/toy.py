@@ -44,7 +44,7 @@ CHANGES = {  # train's arguments, and the methods
     "sure, table": ({**SURE, **TABLE}, (*ABLATION, *SWEEP)),
     "sure, shared head": (SURE, ABLATION),
 }
-HEADING = ("change", "method", "right, %", "minus STAPO", "entropy, start", "end", "silenced, %")
+HEADING = ("change", "method", "right, %", "minus STAPO", "entropy, nats", "silenced, %")
 
 
 def silenced(method: str, logp: Tensor, A: Tensor, entropy: Tensor, noise: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def main() -> None:
             gap = right[:, -1] - rights[change, "STAPO"][:, -1]  # seed by seed
             cells = [with_error(right[:, -1], 1)]
             cells += [with_error(gap, 1, "+") if method != "STAPO" else ""]
-            cells += [with_error(values, 3) for values in (*entropy.T, share)]
+            cells += [with_error(entropy[:, -1], 3), with_error(share, 3)]
             print(f"| {change} | {method} | {' | '.join(cells)} |", flush=True)
     if not args.only:
         draw(rights, args.figure)
