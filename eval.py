@@ -1,6 +1,6 @@
 """The paper's results table for any checkpoint: six benchmarks, two decodings, mean@N.
 
-    python eval.py --model Qwen/Qwen3-1.7B-Base                              # the paper's setup
+    python eval.py --model Qwen/Qwen3-1.7B-Base          # the paper's setup, without its verifier
     python eval.py --model M --benchmarks math500 --limit 50 --samples 1 --decoding training
     torchrun --nproc-per-node 8 eval.py --model M --verifier opencompass/CompassVerifier-3B
 
@@ -59,7 +59,10 @@ Suite = dict[Benchmark, list[dict[str, str]]]  # the problems of each, as load_p
 
 @dataclass
 class Config:
-    """Every flag; the defaults are the paper's evaluation setup (appendix)."""
+    """Every flag; the defaults are the paper's evaluation setup (appendix), but for the verifier.
+
+    The paper's is `--verifier opencompass/CompassVerifier-3B`; without the flag there is none.
+    """
 
     model: str = field(metadata={"help": "Hub id or local folder of a causal LM"})
     benchmarks: list[str] = flag([b.key for b in BENCHMARKS], "names, .jsonl, .parquet files")
@@ -70,10 +73,10 @@ class Config:
     samples: int = flag(0, "responses to a problem (0: the benchmark's own; greedy takes 1)")
     limit: int = flag(0, "first problems of each benchmark (0: all)")
     max_new_tokens: int = flag(20480, "response length at most")
-    rollout_batch_size: int = flag(256, "responses decoded at a time, on each rank")
+    rollout_batch_size: int = flag(256, "responses decoded at a time at most, on each rank")
     seed: int = flag(0, "of the sampling")
     instruction: str = flag(rollout.INSTRUCTION, "follows every problem; may be empty")
-    verifier: str = flag("", "causal LM that looks again at what the rule refused")
+    verifier: str = flag("", "causal LM that looks again at what the rule refused (empty: none)")
     output: str = flag("", "directory of the results (empty: runs/eval-<model>)")
 
 

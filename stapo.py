@@ -1,8 +1,8 @@
 """STAPO: Spurious-Token-Aware Policy Optimization (arXiv 2602.15620), beside its equations.
 
-    python stapo.py @tests/tiny/args                                    # one CPU thread
-    python stapo.py --model Qwen/Qwen3-1.7B-Base                        # the paper's recipe
-    torchrun --nproc-per-node 8 stapo.py --model Qwen/Qwen3-14B-Base    # the same under FSDP2
+    python stapo.py @tests/tiny/args                                  # one CPU thread
+    python stapo.py @recipes/qwen3-1.7b-one-80gb                      # one GPU
+    torchrun --nproc-per-node 8 stapo.py @recipes/paper-1.7b          # the paper's run, eight GPUs
 
 Algorithm 1 of the paper, and the function that does each of its lines:
 
@@ -20,8 +20,9 @@ and H of its tokens under pi_old, all into a row of a Batch. In `train` its mini
 from there if it is the first of the step, as pi_theta still is pi_old, and from `statistics_pass`
 if it is a later one. `silence_spurious` decides with `spurious_mask` which of its tokens count,
 tau_h being a quantile over all ranks. `update` forwards it in a micro-batch, and `clipped_loss`
-sends the gradient back. tests/test_paper.py replays all of it by a second loop, in the test named
-algorithm_1_replayed; tests/test_distributed.py compares two and four ranks with one.
+sends the gradient back. In tests/test_paper.py a plain second loop replays all of it, in
+test_3_3_algorithm_1_replayed_by_a_plain_second_loop; tests/test_distributed.py compares two and
+four ranks with one.
 
 Read from top to bottom: the flags, the loss beside its equations, a mini-batch and which of its
 tokens each method keeps, the update, the collection of a step's responses, the metrics, the loop.
@@ -77,7 +78,10 @@ from support.seeds import generator, mix_seed
 
 @dataclass
 class Config:
-    """Every flag; the defaults are the paper's training setup (appendix)."""
+    """Every flag; the defaults are the paper's training setup (appendix), but for the reward.
+
+    The paper's is DAPO's rule, `--reward scripts/rewards.py:dapo`, as recipes/paper-1.7b has it.
+    """
 
     model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM")
     data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl, .json or .parquet")
@@ -102,20 +106,24 @@ class Config:
     batch_size: int = flag(256, "prompts in a step")
     mini_batch_size: int = flag(64, "prompts in an optimiser step")
     group_size: int = flag(8, "responses to each prompt (G)")
-    max_prompt_tokens: int = flag(1024, "longer prompts are dropped")
+    max_prompt_tokens: int = flag(1024, "longer prompts are dropped, template included")
     max_new_tokens: int = flag(15360, "response length at most")
     lr: float = flag(1e-6, "AdamW's constant rate")
-    warmup_steps: int = flag(10, "steps of linear warm-up")
+    warmup_steps: int = flag(10, "steps (of batch_size prompts) of linear warm-up")
     weight_decay: float = flag(0.1, "AdamW's (JustRL's value; the paper names none)")
     grad_clip: float = flag(1.0, "largest gradient norm")
     seed: int = flag(0, "of the data order and the sampling")
     # memory and files
-    rollout_batch_size: int = flag(256, "responses decoded at a time, on each rank")
-    tokens_per_micro_batch: int = flag(16384, "rows times longest row, on each rank")
+    rollout_batch_size: int = flag(256, "responses decoded at a time at most, on each rank")
+    tokens_per_micro_batch: int = flag(16384, "rows times longest row at most, on each rank")
     gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
     threads: int = flag(0, "CPU threads of each rank (0: torch's choice)")
-    save_every: int = flag(50, "steps between checkpoints (0: only by --save_minutes)")
-    save_minutes: float = flag(60, "minutes between checkpoints at most (0: only by --save_every)")
+    save_every: int = flag(
+        50, "steps between checkpoints (0: none); evaluations and the end save too"
+    )
+    save_minutes: float = flag(
+        60, "minutes after a checkpoint from which the end of a step saves (0: none)"
+    )
     keep_last: int = flag(2, "checkpoints kept")
     log_samples: int = flag(8, "responses of every step that go to samples.jsonl")
     eval_every: int = flag(0, "steps between evaluations, the first before step 1 (0: none)")
@@ -245,7 +253,7 @@ def stapo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """STAPO in one call: spurious_mask, then clipped_loss over the tokens that it leaves.
 
-    For a training loop of your own: `train` below calls the two apart.
+    For a training loop of your own that sees a whole mini-batch in one call.
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
     vocabulary); old_logp (B, T): the same under pi_old; advantages (B,); entropy (B, T) nats, of

@@ -1,12 +1,14 @@
 """What a run needs: GB on each GPU, minutes a step, hours. Counted, never measured.
 
-    python scripts/costs.py     # what fits, and how long it takes
+    python scripts/costs.py             # how long it takes, and what fits
+    python scripts/costs.py --write     # the same into docs/training.md, after a change
 
 The models' shapes are the published ones, the flags those of stapo.py and of recipes/, the cards'
 figures those of their data sheets. What else is assumed stands beside each constant below. Once a
 run has made two steps, its metrics rollout_seconds, update_seconds and peak_memory_gb know better.
 """
 
+import argparse
 import functools
 import math
 import re
@@ -129,8 +131,8 @@ def rows_that_fit(
 
 MEMORY = """\
 Memory is counted, not measured, at the default flags: GB (1e9 bytes) on each GPU, and as rows the
-responses decoded at a time. A run fits where there is a row and the peak is below 95 % of the GPU.
---method grpo's second model is not counted."""
+responses decoded at a time at most. A run fits where there is a row and the peak is below 95 % of
+the GPU. --method grpo's second model is not counted."""
 MACHINES = (  # model, GPUs, GB of each
     *(("0.6B", 1, 24), ("1.7B", 1, 24), ("1.7B", 1, 48), ("1.7B", 1, 80), ("1.7B", 4, 24)),
     *(("1.7B", 8, 80), ("8B", 8, 80), ("8B", 64, 80), ("14B", 8, 80), ("14B", 64, 80)),
@@ -196,12 +198,15 @@ ATTENTION_SECONDS = 0.58e-3 / 16000
 PROMPT = 200  # tokens
 SHARE = 0.4  # of a card's peak, in token statistics and in updates
 TRAINED_RIGHT = 0.5  # share of a mini-batch's responses whose statistics are read again
-COSTS = """\
-Time is counted, not measured. Assumed are 15 microseconds to launch a kernel, the card's published
-bandwidth, 40 % of its bfloat16 peak in statistics and updates, and log-normal response lengths: the
-median is a fifth of --max_new_tokens, sigma is 1. Launches are a guess and decide most: 12 or 19
-microseconds make sampling up to a fifth shorter or up to 27 % longer. The hours of a run hold its
-evaluations, but no grading, communication or checkpoints."""
+COSTS = f"""\
+Time is counted, not measured. Assumed are {1e6 * HOST_SECONDS:.0f} microseconds to launch a
+kernel, the published bandwidth of the card, {100 * SHARE:.0f} % of its bfloat16 peak in statistics
+and updates, and log-normal lengths of responses: the median is a fifth of --max_new_tokens, sigma
+is 1. Launches are a guess and decide most: the minutes of sampling grow with them, at most in
+proportion. The hours of a run hold its evaluations; no grading, communication or checkpoints."""
+EVALUATION = """\
+eval.py's whole table ({:,} responses, two decodings, no verifier) takes {} hours at 1.7B on one
+H100, {} on eight; at 8B {} and {}."""
 
 
 def log_normal_lengths(count: int, median: float, longest: int, sigma: float = 0.5) -> list[int]:
@@ -320,13 +325,9 @@ def costs_table() -> str:
             cells = [run, f"{gpus} x {card}"]
             cells += [f"{cfg.batch_size * cfg.group_size:,} x {found['tokens']:,.0f}"]
             cells += [f"{found['rows']}", f"{passes} = {minutes['seconds']}", f"{cfg.steps:,}"]
-            cells += [evaluations if found["evaluated"] else "none", hours_in_words(found["hours"])]
+            cells += [evaluations if found["evaluated"] else "none", f"{found['hours']:,.1f}"]
             rows.append(cells)
     return markdown(heading, rows)
-
-
-def hours_in_words(hours: float) -> str:
-    return f"{hours:,.0f}" if hours > 100 else f"{hours:.1f}"
 
 
 def table_hours(name: str, gpus: int) -> float:
@@ -342,11 +343,28 @@ def table_hours(name: str, gpus: int) -> float:
     return seconds / 3600
 
 
-def table_costs() -> str:
+def report() -> str:
+    """All that is counted, as docs/training.md has it between MARKERS."""
+    cfg = evaluation.Config(model="")
+    size = len(cfg.decoding) * evaluation_size(cfg.benchmarks)
     hours = [f"{table_hours(name, gpus):.1f}" for name in ("1.7B", "8B") for gpus in (1, 8)]
-    text = "eval.py's whole table takes {} hours at 1.7B on one H100, {} on eight; at 8B {} and {}."
-    return text.format(*hours)
+    evaluations = EVALUATION.format(size, *hours)
+    return "\n\n".join([COSTS, costs_table(), evaluations, MEMORY, memory_table()]) + "\n"
+
+
+MARKERS = "<!-- written by: python scripts/costs.py --write -->\n", "<!-- until here -->\n"
+
+
+def write(page: Path) -> None:
+    """Put the report between the markers of a page."""
+    before, held = page.read_text().split(MARKERS[0])
+    page.write_text(before + MARKERS[0] + report() + held[held.index(MARKERS[1]) :])
 
 
 if __name__ == "__main__":
-    print(f"{MEMORY}\n\n{memory_table()}\n\n{COSTS}\n\n{costs_table()}\n\n{table_costs()}")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="into docs/training.md")
+    if parser.parse_args().write:
+        write(ROOT / "docs" / "training.md")
+    else:
+        print(report(), end="")

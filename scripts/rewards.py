@@ -1,12 +1,24 @@
-"""Rewards for `--reward` that say nothing, or that refuse right answers; replicate.py's.
+"""Rewards for `--reward scripts/rewards.py:NAME`: DAPO's rule, and replicate.py's.
 
-Chance is a hash of the problem and the response alone: the same text gets the same reward in every
-run, and nothing about a text makes its reward more likely.
+replicate.py's say nothing, or refuse right answers by chance. Chance is a hash of the problem and
+the response alone: the same text gets the same reward in every run, and nothing about a text makes
+its reward more likely.
 """
 
 import hashlib
 
 from reward import is_correct
+
+
+def dapo(response: str, row: dict) -> float:
+    """DAPO's strict rule: +1 where the last box is the right answer to the letter, else -1.
+
+    The box has to stand in the last 100 characters. The row is one of DAPO-Math-17k.
+    """
+    _, box, rest = response[-100:].rpartition("\\boxed{")
+    # Braces of a right answer are balanced, so that the box ends where the answer does.
+    right = box and rest.startswith(row["reward_model"]["ground_truth"] + "}")
+    return 1.0 if right else -1.0
 
 
 def chance(response: str, row: dict) -> float:

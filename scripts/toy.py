@@ -44,6 +44,7 @@ CHANGES = {  # train's arguments, and the methods
     "sure, table": ({**SURE, **TABLE}, (*ABLATION, *SWEEP)),
     "sure, shared head": (SURE, ABLATION),
 }
+HEADING = ("change", "method", "right, %", "minus STAPO", "entropy, nats", "silenced, %")
 
 
 def silenced(method: str, logp: Tensor, A: Tensor, entropy: Tensor, noise: Tensor) -> Tensor:
@@ -150,6 +151,12 @@ def draw(rights: dict[tuple[str, str], Tensor], path: str) -> None:
     figure.savefig(path, dpi=100)
 
 
+def with_error(values: Tensor, digits: int, sign: str = "") -> str:
+    """values (S,), one for each seed: their mean ± its standard error."""
+    error = values.std() / len(values) ** 0.5
+    return f"{values.mean():{sign}.{digits}f} ± {error:.{digits}f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=range(8), help="two or more")
@@ -157,8 +164,7 @@ def main() -> None:
     parser.add_argument("--figure", default="docs/toy.png")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| change | method | minus STAPO's | right, % | entropy, start | end | silenced, % |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(HEADING)} |\n|{'---|' * len(HEADING)}")
     rights = {}
     for change in [args.only] if args.only else CHANGES:
         arguments, methods = CHANGES[change]
@@ -167,9 +173,9 @@ def main() -> None:
             right, entropy, share = map(torch.tensor, zip(*runs))  # (S, STEPS + 1), (S, 2), (S,)
             rights[change, method] = right
             gap = right[:, -1] - rights[change, "STAPO"][:, -1]  # seed by seed
-            cells = [f"{gap.mean():.1f} ± {gap.std() / len(gap) ** 0.5:.1f}"]
-            for values, digits in zip((right[:, -1], *entropy.T, share), (1, 3, 3, 3)):
-                cells.append(f"{values.mean():.{digits}f} ± {values.std():.{digits}f}")
+            cells = [with_error(right[:, -1], 1)]
+            cells += [with_error(gap, 1, "+") if method != "STAPO" else ""]
+            cells += [with_error(entropy[:, -1], 3), with_error(share, 3)]
             print(f"| {change} | {method} | {' | '.join(cells)} |", flush=True)
     if not args.only:
         draw(rights, args.figure)

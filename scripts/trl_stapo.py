@@ -8,6 +8,9 @@ optimiser. STAPOTrainer adds what the paper needs: a mini-batch is all that one 
 and before each step a pass over it, without gradient, decides which tokens carry a gradient: one
 tau_h and one denominator for all its micro-batches, on all ranks.
 docs/using-the-loss.md has the commands that train as the paper does, and what to watch.
+
+A script of your own needs the section "the trainer" alone, which ends with STAPOTrainer. "The
+program" behind it is the command line above: data, reward, prompts, stop ids.
 """
 
 import sys
