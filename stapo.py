@@ -18,9 +18,11 @@ Algorithm 1 of the paper, and the function that does each of its lines:
 The path of one response: `collect` samples it, rewards it, compares it with its group and reads p
 and H of its tokens under pi_old, all into a row of a Batch. In `train` its mini-batch takes p and H
 from there if it is the first of the step, as pi_theta still is pi_old, and from `statistics_pass`
-if it is a later one. `silence_spurious` decides with `spurious_mask` which of its tokens count,
-tau_h being a quantile over all ranks. `update` forwards it in a micro-batch, and `clipped_loss`
-sends the gradient back. In tests/test_paper.py a plain second loop replays all of it, in
+if it is a later one. Both ask `response_stats`, which asks `Policy.forward` for each micro-batch
+(rollout.py has the two), and that ends in `HeadStats` (support/head.py): four names from the loop
+to a probability. `silence_spurious` decides with `spurious_mask` which of its tokens count, tau_h
+being a quantile over all ranks. `update` forwards it in a micro-batch, through the same policy and
+head, and `clipped_loss` sends the gradient back. In tests/test_paper.py a plain second loop replays all of it, in
 test_3_3_algorithm_1_replayed_by_a_plain_second_loop; tests/test_distributed.py compares two and
 four ranks with one.
 
