@@ -1,4 +1,4 @@
-"""responses.html: right responses token by token, one self-contained page. figures.py calls this.
+"""responses.html: right responses token by token, one self-contained page. tokens.py calls this.
 
 Every token is tinted by its quadrant of (p, H); silenced ones are marked and in inverse video.
 What is known of a token stands in its data-about attribute, which the style sheet shows in a panel
@@ -6,9 +6,6 @@ on hover, tap or keyboard focus. A page runs no script and takes at most about 6
 """
 
 import html
-from pathlib import Path
-
-SHOWN = 20  # responses of a page
 
 QUADRANTS = {  # (p is low, H is low) -> the class of the token
     (True, True): "spurious",
@@ -158,7 +155,6 @@ def article(response: dict, tau_p: float) -> str:
     """A response with its problem, what is known of it, and its tokens."""
     shown, length, start = len(response["token"]), response["length"], response["start"]
     facts = [
-        f"step {response['step']}",
         f"answer {markup(response['answer'])}" if response["answer"] else "",
         f"A = {response['advantage']:+.2f}",
         f"{length:,} tokens",
@@ -173,19 +169,16 @@ def article(response: dict, tau_p: float) -> str:
     )
 
 
-def write_page(path: Path, name: str, dumps: list[dict]) -> None:
-    """The responses of one group of runs: those with silenced tokens first, then the newest.
+def page(name: str, responses: list[dict], tau_p: float, split: str) -> str:
+    """The text of the page; `name` is the model's, and `split` says below what H is low.
 
-    A dump has "step", "tau_p" and "responses" as support/dumps.py makes them, and "split", which
-    says below what H is low; each response has a "threshold", that number (nats), and its "name".
+    A response has what `describe` of scripts/tokens.py returns, and a "threshold", below which H is
+    low (nats), with its "name".
     """
-    responses = [(r | {"step": d["step"]}, d["tau_p"]) for d in dumps for r in d["responses"]]
-    responses.sort(key=lambda pair: (not any(pair[0]["silenced"]), -pair[0]["step"]))
-    page = PAGE.format(
+    return PAGE.format(
         title=html.escape(f"{name}: right answers, token by token"),
         style=STYLE,
-        tau_p=dumps[0]["tau_p"],
-        split=" or ".join(sorted({dump["split"] for dump in dumps})),
-        articles="\n".join(article(*pair) for pair in responses[:SHOWN]),
+        tau_p=tau_p,
+        split=split,
+        articles="\n".join(article(response, tau_p) for response in responses),
     )
-    path.write_text(page, "utf-8")

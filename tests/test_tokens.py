@@ -1,0 +1,367 @@
+"""tokens.py on the tiny model, against plain forwards and loops; its flags and refusals."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, example, run
+from ranks import launch
+from test_responses import Page
+
+plt = pytest.importorskip("matplotlib.pyplot", reason="tokens.py needs matplotlib")
+import tokens  # noqa: E402
+from test_figures import check_png, read_csv  # noqa: E402
+
+import stapo  # noqa: E402
+from rollout import load_model  # noqa: E402
+
+# Two steps of three mini-batches; half of the tokens are low.
+LOOK = """@tests/tiny/args --data tests/tiny/train.jsonl --batch_size 48 --mini_batch_size 16
+    --group_size 4 --max_new_tokens 40 --tau_p 0.1 --batches 2"""
+AWKWARD = ["|", "a\nb", "\\", "`", "$x$", "$\\frac$", "<b>", "**", " ", "不", "\ud800"]
+
+
+def look(output: Path, extra: str = "", flags: str = LOOK) -> Path:
+    os.chdir(ROOT)
+    tokens.main(f"{flags} --output {output} {extra}".split())
+    return output
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests of numbers: drawing takes nearly all of the time."""
+    monkeypatch.setattr(tokens, "save", lambda fig, path: plt.close(fig))
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """(step, batch) of each time that responses are collected."""
+    found, collect = [], stapo.collect
+
+    def spy(policy, reference, task, step, cfg):
+        batch, samples = collect(policy, reference, task, step, cfg)
+        found.append((step, batch))
+        return batch, samples
+
+    monkeypatch.setattr(stapo, "collect", spy)
+    return found
+
+
+def plain_tokens(model, step: int, batch, tau_p: float) -> list[dict]:
+    """Every token with A > 0, by a softmax of plain logits, and tau_h over three mini-batches."""
+    found = []
+    for row, (ids, mask) in enumerate(zip(batch.ids, batch.mask)):
+        group = batch.rewards[row // 4 * 4 :][:4]
+        advantage = float((batch.rewards[row] - group.mean()) / group.std())
+        if not advantage > 0:  # NaN where the group is all alike
+            continue
+        with torch.no_grad():
+            pi = model(ids[None, : batch.lengths[row]]).logits[0].double().softmax(-1)
+        for t in mask.nonzero().flatten().tolist():
+            here, i = pi[t - 1], int(ids[t])
+            gradient = advantage * (torch.nn.functional.one_hot(ids[t], len(here)) - here)
+            token = {"response": (step, row), "id": i, "p": float(here[i]), "A": advantage}
+            token["norm"] = float(gradient.norm())
+            token |= {"entropy": -float(here @ here.log()), "top": here.topk(5)}
+            found.append(token | {"mini": row // (len(batch.ids) // 3)})
+    for mini in range(3):
+        own = [r for r in found if r["mini"] == mini]
+        low = torch.tensor([r["entropy"] for r in own if r["p"] < tau_p], dtype=torch.float64)
+        for r in own:
+            r["tau_h"] = float(torch.quantile(low, 0.75))
+            r["low"] = (r["p"] < tau_p, r["entropy"] < r["tau_h"])
+    return found
+
+
+def test_everything_equals_a_plain_second_computation(
+    tmp_path, tiny, tokenizer, collected, capsys, monkeypatch
+):
+    monkeypatch.setattr(tokens, "SHOWN", 6)
+    out = look(tmp_path / "out")
+    printed = capsys.readouterr().out
+    truth = [r for step, batch in collected for r in plain_tokens(tiny, step, batch, 0.1)]
+    every = sum(int(batch.mask.sum()) for _, batch in collected)
+    silenced = [r for r in truth if all(r["low"])]
+    assert [step for step, _ in collected] == [1, 2] and len(silenced) > 20
+    candidates = sum(r["low"][0] for r in truth) / 6
+    said = f"stapo silences {len(silenced)} of {every:,} tokens, "
+    said += f"{100 * len(silenced) / every:.3g} %; candidates in a mini-batch: {candidates:.1f}\n"
+    assert said in printed
+    for row in read_csv(out / "quadrants.csv"):
+        low = tuple(word == "low" for word in re.findall("low|high", row["quadrant"]))
+        own = [r for r in truth if r["low"] == low]
+        assert int(row["tokens"]) == len(own) > 0
+        assert float(row["share"]) == pytest.approx(len(own) / len(truth))
+        assert float(row["share_of_all"]) == pytest.approx(len(own) / every)
+        norm = sum(r["norm"] for r in own) / len(own)
+        assert float(row["mean_gradient_norm"]) == pytest.approx(norm, rel=1e-4)
+        assert int(row["silenced"]) == (len(own) if all(low) else 0)
+    assert (out / "quadrants.md").read_text() in printed
+    assert f"| low p, low H | {len(silenced)} | **" in printed
+    drawn = read_csv(out / "gradients.csv")
+    points = sorted(
+        [round(float(r["advantage"]), 2), float(r["p"]), float(r["norm"])] for r in drawn
+    )
+    expected = sorted([round(r["A"], 2), r["p"], r["norm"]] for r in truth)
+    for point, right in zip(points, expected, strict=True):
+        assert point == pytest.approx(right, rel=1e-3, abs=2e-3)  # float32
+    frequent = json.loads((out / "tokens.json").read_text())
+    for kind, fate in (("spurious", True), ("exploratory", False)):
+        words = Counter(tokenizer.decode([r["id"]]) for r in truth if r["low"] == (True, fate))
+        assert frequent[kind] == words and next(iter(frequent[kind].values())) == max(
+            words.values()
+        )
+    check_page((out / "responses.html").read_text(), truth, tokenizer)
+    assert {path.suffix for path in out.iterdir()} == {".csv", ".json", ".md", ".png", ".html"}
+    for name in ("gradients", "tokens"):
+        check_png(out / f"{name}.png", "#D55E00")
+
+
+def check_page(text: str, truth: list[dict], tokenizer) -> None:
+    """Each of its responses is one of those sampled, token by token; marked ones come first."""
+    sampled = {}
+    for r in truth:
+        sampled.setdefault(r["response"], []).append(r)
+    by_text = {"".join(tokenizer.decode([r["id"]]) for r in rs): rs for rs in sampled.values()}
+    shown = Page(text).responses
+    assert len(shown) == 6 < sum(any(all(r["low"]) for r in rs) for rs in by_text.values())
+    for response in shown:
+        own = by_text["".join(token["text"] for token in response)]
+        assert any(all(r["low"]) for r in own)
+        for token, r in zip(response, own, strict=True):
+            assert (token["tag"] == "del") == all(r["low"])
+            about = token["data-about"].split("\n")
+            assert about[3].endswith(f" τ_h = {r['tau_h']:.3g}")
+            share, word = about[-5].split(maxsplit=1)
+            assert float(share) == pytest.approx(float(r["top"].values[0]), rel=0.01)
+            assert word.replace("␣", " ") == tokenizer.decode([r["top"].indices[0]])
+
+
+@pytest.mark.parametrize("method, fate", [("justrl", "kept"), ("high-entropy", "silenced")])
+def test_a_method_without_an_entropy_threshold_is_split_at_the_quantile(
+    tmp_path, undrawn, tiny, collected, method, fate
+):
+    out = look(tmp_path / "out", f"--method {method} --batches 1")
+    entropy = sorted(r["entropy"] for r in plain_tokens(tiny, *collected[0], 0.1))
+    low = sum(int(r["tokens"]) for r in read_csv(out / "quadrants.csv") if "low H" in r["quadrant"])
+    assert low == pytest.approx(0.8 * len(entropy), abs=1)
+    threshold = entropy[low - 1], entropy[low]
+    assert "the 0.8-quantile of H, " in (out / "quadrants.md").read_text()
+    page = (out / "responses.html").read_text()
+    (said,) = set(re.findall(r"below 0.8-quantile = (\S+)\n", page))
+    assert threshold[0] - 0.01 < float(said) < threshold[1] + 0.01
+    assert f"· {fate}\n" in page and ("· silenced\n" in page) == (fate == "silenced")
+
+
+def test_a_mini_batch_without_tau_h_takes_the_mean_of_the_others():
+    """Of the mini-batches, not of their tokens; nothing is below a threshold that it equals."""
+    nan, t = math.nan, {"advantage": torch.ones(6), "collision": torch.zeros(6)}
+    t |= {"p": torch.tensor([0.1, 0.2, 0.1, 0.1, 0.1, 1.0]), "kept": torch.arange(6) > 0}
+    t |= {"entropy": torch.tensor([0.5, 0.7, 0.75, 0.9, 0.8, 0.6])}
+    t |= {"tau_h": torch.tensor([0.7, 0.7, 0.7, 0.9, nan, nan])}
+    assert tokens.divide(t, 0.2)[0] == "τ_h"
+    assert t["threshold"].tolist() == pytest.approx([0.7, 0.7, 0.7, 0.9, 0.8, 0.8])
+    assert t["low_h"].tolist() == [True, False, False, False, False, True]
+    assert t["low_p"].tolist() == [True, False, True, True, True, False]
+    assert t["silenced"].tolist() == [True] + [False] * 5
+    assert t["norm"][5] == 0  # 1 - 2 p + the sum is below 0
+
+
+@pytest.mark.parametrize(
+    "length, silenced, shown",
+    [(10, (9,), (0, 10)), (50, (), (0, 10)), (50, (20, 40), (15, 25)), (50, (49,), (40, 50))],
+)
+def test_a_long_response_is_cut_around_the_first_silenced(monkeypatch, length, silenced, shown):
+    monkeypatch.setattr(tokens, "WINDOW", 10)
+    t = {"row": torch.tensor([3] + [4] * length + [5] * 7), "id": torch.arange(length + 8)}
+    t |= {"silenced": torch.isin(t["id"] - 1, torch.tensor(silenced)), "threshold": t["id"] / 10}
+    t |= {"likeliest_id": t["id"][:, None] + torch.arange(5), "likeliest_p": torch.rand(60, 5)}
+    t["silenced"][0] = t["silenced"][-1] = True  # other responses'
+    sample = {"problem": "?", "gold": "7", "advantage": 1.5}
+    found = tokens.describe(t, 4, sample, str)
+    assert (found["start"], found["length"]) == (shown[0], length)
+    ids = [1 + place for place in range(*shown)]
+    assert found["token"] == [str(i) for i in ids]
+    assert [word for word, _ in found["likeliest"][2]] == [str(ids[2] + k) for k in range(5)]
+    assert [shown[0] + t for t, s in enumerate(found["silenced"]) if s] == [
+        t for t in silenced if t in range(*shown)
+    ]
+
+
+def test_thinning_keeps_every_rare_token(tmp_path, undrawn, monkeypatch):
+    monkeypatch.setattr(tokens, "MAX_DRAWN", 160)
+    low = torch.arange(900) < 150
+    names = ("entropy", "collision", "advantage", "threshold", "norm")
+    t = {name: torch.rand(900) for name in names} | {"low_p": low, "low_h": low, "silenced": low}
+    tokens.draw_gradients(t | {"p": torch.where(low, 0.001, 0.5)}, "", 0.002, tmp_path)
+    drawn = [float(row["p"]) for row in read_csv(tmp_path / "gradients.csv")]
+    assert drawn.count(0.5) == drawn.index(0.5 if drawn[0] < 0.1 else min(drawn)) == 150  # of 750
+
+
+def test_frequent_tokens_with_awkward_texts(tmp_path):
+    """Ids that are spelt alike count together."""
+    ids = torch.tensor([i for i in range(len(AWKWARD)) for _ in range(i + 1)] + [50, 51, 51, 60])
+    t = {"id": ids, "low_p": ids < 60, "silenced": ids < 50}
+    tokens.draw_frequent(t, "$x", lambda i: AWKWARD[i] if i < 50 else "Wait", tmp_path)
+    found = json.loads((tmp_path / "tokens.json").read_text())
+    assert found["spurious"] == {token: i + 1 for i, token in enumerate(AWKWARD)}
+    assert list(found["spurious"]) == AWKWARD[::-1] and found["exploratory"] == {"Wait": 3}
+    check_png(tmp_path / "tokens.png", "#0072B2")
+
+
+# ------------------------------------------------------------------------------- flags and models
+
+
+def parse(*argv: str) -> tuple[stapo.Config, str]:
+    cfg, args = tokens.parse([str(arg) for arg in argv])
+    return cfg, args.output
+
+
+def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, undrawn, collected):
+    """The newest or the one that is named; a flag beside it counts; the steps go on."""
+    folder = tmp_path / "run"
+    run(folder, "--save_every 1 --eval_limit 3 --tau_p 0.3 --seed 7")
+    cfg, output = parse(folder)
+    newest = str(folder / "checkpoints" / "step_000002")
+    assert (cfg.model, output) == (newest, f"{folder}/figures")
+    assert (cfg.tau_p, cfg.seed, cfg.batch_size, cfg.instruction) == (0.3, 7, 4, "")
+    assert (cfg.eval_limit, cfg.steps) == (0, stapo.Config.steps)  # training's
+    cfg, output = parse(folder, "--tau_p", 0.01, "--method", "justrl", "--output", "here")
+    assert cfg == dataclasses.replace(parse(folder)[0], tau_p=0.01, method="justrl")
+    assert output == "here"
+    cfg, output = parse("--model", TINY, folder)
+    assert (cfg.model, cfg.seed) == (str(TINY), 7) and Path(output).parent == Path("runs")
+    older = folder / "checkpoints" / "step_000001"
+    assert parse(folder, "--checkpoint", older)[0].model == str(older)
+
+    collected.clear()
+    policies, head = [], tokens.check_head
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(tokens, "check_head", lambda model: (policies.append(model), head(model)))
+    tokens.main([str(folder), "--checkpoint", "step_000001", "--batches", "2"])
+    monkey.undo()
+    assert [step for step, _ in collected] == [2, 3] and len(collected[0][1].ids) == 16
+    saved, base = load_model(str(older)).state_dict(), load_model(str(TINY)).state_dict()
+    loaded = policies[0].state_dict()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert not all(torch.equal(loaded[name], base[name]) for name in base)
+    assert (folder / "figures" / "quadrants.md").exists()
+
+
+def test_an_arguments_file_is_read_over(tmp_path):
+    """Its other flags do nothing, a misspelt one is an error; the command line goes before it."""
+    recipe = ROOT / "recipes" / "qwen3-1.7b-one-80gb"
+    cfg, output = parse("--max_new_tokens", 9, f"@{recipe}", "--batches", 3)
+    own = {"batch_size": 32, "mini_batch_size": 8, "max_new_tokens": 9}
+    assert cfg == dataclasses.replace(stapo.Config(), **own)
+    assert output == "runs/tokens-Qwen-Qwen3-1.7B-Base"
+    (tmp_path / "args").write_text("--modle x")
+    with pytest.raises(SystemExit):
+        parse(f"@{tmp_path}/args")
+    assert parse("--quantile_over", "all")[0].quantile_over == "all"
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("--lr 0", "unrecognized arguments: --lr"),
+        ("@{here}/nothing", "nothing"),
+        ("{here}", "is no run directory of stapo.py; a model goes behind --model"),
+        ("tests/tiny", "is no run directory"),  # it has the config.json of a model
+        ("{here}/run @tests/tiny/args", "give a run or an arguments file, not both"),
+        ("{here}/run", "run/checkpoints: no such checkpoint; there are: none yet"),
+        ("{here}/run --checkpoint step_000001 --model x", "belongs to a RUN, without --model"),
+        ("--checkpoint step_000001", "--checkpoint step_000001: belongs to a RUN"),
+        ("@tests/tiny/args --batches 0", "--batches 0: has to be at least 1"),
+        ("@tests/tiny/args --tau_p 2", "--tau_p 2.0: a probability"),
+        ("@tests/tiny/args --batch_size 30", "--batch_size 30: not a multiple"),
+        ("@tests/tiny/args --method own", "--method own: not one of"),
+        ("@tests/tiny/args --model {here}", "no tokenizer there"),
+        ("@tests/tiny/args --data {here}/a.jsonl", "a.jsonl: no such file"),
+        ("@tests/tiny/args --output {here}/run/config.json", "run/config.json"),
+    ],
+)
+def test_a_refusal_is_one_line(tmp_path, capsys, argv, said):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"method": "stapo"}')
+    os.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        tokens.main(argv.format(here=tmp_path).split())
+    message = str(end.value) if end.value.code != 2 else capsys.readouterr().err.splitlines()[-1]
+    assert said in message and (end.value.code == 2 or message.startswith("tokens.py: "))
+    assert "\n" not in message and end.value.code not in (0, None)
+
+
+def test_ranks_are_refused_in_one_line(tmp_path):
+    assert all(launch(tokens.main, 2, tmp_path / "log", ["@tests/tiny/args"]))
+    said = (tmp_path / "log.0").read_text().splitlines()
+    assert said == ["tokens.py: works in one process: start it without torchrun (rank 0)"]
+
+
+# ------------------------------------------------------------------------------------- what it says
+
+
+@pytest.mark.parametrize(
+    "gap, z, warned", [(0.1, 9.0, True), (0.1, 2.0, False), (0.001, 9.0, False)]
+)
+def test_the_sampler_is_checked(tmp_path, undrawn, capsys, monkeypatch, gap, z, warned):
+    measured = stapo.entropy_metrics
+    wrong = {"sampling_gap": gap, "sampling_z": z}
+    monkeypatch.setattr(stapo, "entropy_metrics", lambda batch: measured(batch) | wrong)
+    look(tmp_path / "out", "--batch_size 4 --mini_batch_size 2 --batches 1")
+    out, err = capsys.readouterr()
+    assert ("the sampler does not draw from the policy" in err) == warned
+    assert f"sampling_gap {gap:.4g}, sampling_z {z:.4g}\n" in out
+
+
+def test_without_a_right_answer_there_is_nothing_to_draw(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("def same(response, row):\n    return 1.0\n")
+    small = f"--reward {tmp_path}/own.py:same --batch_size 4 --mini_batch_size 4"
+    out = look(tmp_path / "out", small)
+    said = capsys.readouterr().out
+    assert "accuracy 1, zero_advantage_fraction 1," in said and "nothing to draw" in said
+    assert "silences 0 of " in said and not list(out.iterdir())
+
+
+@pytest.mark.parametrize("place", ["rollout", "gradients", "figures"])
+def test_an_interruption_leaves_the_figures_that_there_were(tmp_path, undrawn, monkeypatch, place):
+    """A stop is found while it samples and reads gradients, Ctrl-C at once while it draws."""
+    out, words = tmp_path / "out", tokens.next_words
+    out.mkdir()
+    (out / "quadrants.md").write_text("old")
+    monkeypatch.setattr(tokens.stop, "asked", False)
+    ask = lambda *_: setattr(tokens.stop, "asked", True)  # noqa: E731
+    if place == "figures":
+        monkeypatch.setattr(
+            tokens, "draw_frequent", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            look(out)
+    else:
+        if place == "rollout":
+            monkeypatch.setattr(tokens.stop, "listen", ask)
+        else:
+            monkeypatch.setattr(tokens, "next_words", lambda *x: (ask(), words(*x))[1])
+        with pytest.raises(SystemExit) as end:
+            look(out)
+        assert end.value.code == 130
+    assert [path.name for path in out.iterdir()] == ["quadrants.md"]
+    assert (out / "quadrants.md").read_text() == "old"
+
+
+def test_a_method_of_ones_own_is_looked_at(tmp_path, undrawn, monkeypatch):
+    """The example of the page, whose threshold is one nat."""
+    monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
+    exec(example("own-mask"), {"__name__": "own_mask"})
+    out = look(tmp_path / "out", "--method fixed --batches 1")
+    assert (
+        "Low H: below the τ_h of its mini-batch, 1 to 1 nats" in (out / "quadrants.md").read_text()
+    )
+    low, *others = read_csv(out / "quadrants.csv")
+    assert low["silenced"] == low["tokens"] != "0" and {r["silenced"] for r in others} == {"0"}
