@@ -746,7 +746,7 @@ def cost_metrics(tokens: int, began: float, collected: float) -> dict[str, float
     The step began at the time `began`. At the time `collected` its batch was made, with rewards and
     statistics, and its dump written.
     """
-    ended = time.time()
+    ended = time.monotonic()
     return {
         "rollout_seconds": collected - began,
         "update_seconds": ended - collected,
@@ -854,7 +854,7 @@ def evaluate_if_due(run: RunFolder, model: Model, task: Task, cfg: Config) -> No
 
     --resume continues one that was broken off: the checkpoint before it has these weights.
     """
-    if run.evaluation_is_due(cfg.eval_every):
+    if run.evaluation_is_due():
         file = run.evaluation_file()
         with distributed.gathered(model) as policy:
             scores = evaluation.evaluate(policy, task.tokenizer, task.suite, file, cfg)
@@ -867,7 +867,7 @@ def train(cfg: Config) -> None:
     task = load_task(cfg)
     # With --resume, parse_flags has put that directory into cfg.output.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
-    run = RunFolder(output, asdict(cfg), task.fingerprints, resume=bool(cfg.resume))
+    run = RunFolder(output, asdict(cfg), task.fingerprints)
     model = load_policy(str(run.checkpoint or cfg.model), cfg.gradient_checkpointing)
     reference = load_policy(cfg.model) if with_kl(cfg.method, cfg.beta) else None
     options = {"weight_decay": cfg.weight_decay, "fused": model.device.type == "cuda"}
@@ -883,12 +883,12 @@ def train(cfg: Config) -> None:
             if step > cfg.steps:
                 break
             # 1. Sample G responses to each prompt from pi_old = pi_theta, reward and compare them.
-            began = time.time()
+            began = time.monotonic()
             batch, samples = collect(model, reference, task, step, cfg)
             line = {"step": step} | entropy_metrics(batch) | rollout_metrics(batch, cfg.tau_p)
             if is_due(step, cfg.dump_every):
                 dump(run, model, task, batch, samples, step, cfg)
-            collected = time.time()
+            collected = time.monotonic()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one step of AdamW.
             lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
@@ -908,8 +908,8 @@ def train(cfg: Config) -> None:
             line |= cost_metrics(line["tokens"], began, collected)
             run.end_step(line, samples[: cfg.log_samples])
             progress.report_step(line, samples[0], cfg.steps)
-            if training and run.save_is_due(cfg.save_every, cfg.save_minutes, cfg.eval_every):
-                run.save(model, optimizer, task.tokenizer, cfg.keep_last)
+            if training and run.save_is_due():
+                run.save(model, optimizer, task.tokenizer)
             stop.leave_if_asked()
     # Stopped and RewardError are never raised amid updates: the weights are those of a whole step.
     # No `as` for Stopped: who holds the exception holds the KV cache, and saving needs its memory.
@@ -918,8 +918,8 @@ def train(cfg: Config) -> None:
     except RewardError as error:
         reward_error = error
     if training:
-        run.save(model, optimizer, task.tokenizer, cfg.keep_last)
-    unevaluated = run.evaluation_is_due(cfg.eval_every)
+        run.save(model, optimizer, task.tokenizer)
+    unevaluated = run.evaluation_is_due()
     progress.report_run(run.lines(), cfg.steps, str(run.path), training, unevaluated)
     if reward_error:
         raise reward_error

@@ -108,36 +108,33 @@ def parse_flags(config: type, description: str, argv: list[str] | None = None) -
 class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
-    `step` is the last whole step, and `checkpoint` the folder to continue from or None.
-    `fingerprints` has an entry for each flag that names a file: it changes when the file does, and
-    config.json keeps it. Raises InputError where the directory cannot be written or holds a run
-    that was not asked for, and where a resumed run would go on with other files than it began with.
+    `step` is the last whole step, and `checkpoint` the folder to continue from or None. config.json
+    keeps `flags`, all of the program's; `resume` and those about steps, saving and evaluating are
+    read here. It keeps `fingerprints` too, which has an entry for each flag that names a file, and
+    changes when the file does. Raises InputError where the directory cannot be written or holds a
+    run that was not asked for, and where a resumed run would go on with other files than it began
+    with.
     """
 
-    def __init__(
-        self,
-        output: str,
-        config: dict[str, Any],
-        fingerprints: dict[str, str],
-        *,
-        resume: bool = False,
-    ):
+    def __init__(self, output: str, flags: dict[str, Any], fingerprints: dict[str, str]):
         self.path = Path(broadcast(output))  # a default name holds the time: rank 0's counts
-        self.refuse(config, fingerprints, resume)
+        self.flags = flags
+        self.refuse(fingerprints)
         saved = checkpoints(self.path)
         self.checkpoint = saved[-1] if saved else None
         self.step = self.saved = step_of(self.checkpoint)
-        if config["steps"] < self.step:
-            raise InputError(f"--steps {config['steps']}: {self.path} is at step {self.step}")
+        if flags["steps"] < self.step:
+            raise InputError(f"--steps {flags['steps']}: {self.path} is at step {self.step}")
         barrier()  # every rank has looked before rank 0 writes
-        self.saved_at = time.time()
+        self.saved_at = time.monotonic()
         if rank() == 0:
-            self.prepare(config | {f"{k}_fingerprint": v for k, v in fingerprints.items()})
+            self.prepare(flags | {f"{k}_fingerprint": v for k, v in fingerprints.items()})
         evaluated = [line["step"] for line in self.lines() if line.get("eval")]
         self.evaluated_step = broadcast(max(evaluated, default=-1))
 
-    def refuse(self, config: dict[str, Any], fingerprints: dict[str, str], resume: bool) -> None:
+    def refuse(self, fingerprints: dict[str, str]) -> None:
         """Raise InputError where this run is not the one that the directory holds."""
+        resume = bool(self.flags["resume"])
         steps = [row["step"] for _, row in whole_rows(self.path / "metrics.jsonl")]
         saved = checkpoints(self.path)
         if not resume and (saved or steps or (self.path / "evaluations").exists()):
@@ -152,7 +149,7 @@ class RunFolder:
             if own != began:
                 other = f"is not what {self.path} began with ({own}, not {began})"
                 raise InputError(
-                    f"--{name} {config[name]}: {other}; start anew in another --output"
+                    f"--{name} {self.flags[name]}: {other}; start anew in another --output"
                 )
 
     def prepare(self, config: dict[str, Any]) -> None:
@@ -181,9 +178,9 @@ class RunFolder:
         self.append("samples.jsonl", [{"step": self.step} | sample for sample in samples])
         self.append("metrics.jsonl", [nan_to_null(line)])
 
-    def evaluation_is_due(self, every: int) -> bool:
+    def evaluation_is_due(self) -> bool:
         """Whether the last whole step (0: none yet) is to be evaluated and has not been."""
-        return is_due(self.step, every) and self.step > self.evaluated_step
+        return is_due(self.step, self.flags["eval_every"]) and self.step > self.evaluated_step
 
     def evaluation_file(self) -> Path:
         """Where the responses of the evaluation after the last whole step go."""
@@ -205,20 +202,21 @@ class RunFolder:
         """Those of metrics.jsonl so far; rank 0 has them, other hosts may not have the file."""
         return [row for _, row in whole_rows(self.path / "metrics.jsonl")] if rank() == 0 else []
 
-    def save_is_due(self, every: int, minutes: float, eval_every: int) -> bool:
-        """Whether it is time for a checkpoint, by steps or by minutes (0: not by these).
+    def save_is_due(self) -> bool:
+        """Whether it is time for a checkpoint, by steps or by minutes.
 
         There is one before every evaluation: what that leaves belongs to these weights.
         """
-        late = 0 < minutes <= (time.time() - self.saved_at) / 60
+        late = 0 < self.flags["save_minutes"] <= (time.monotonic() - self.saved_at) / 60
         late = all_max(int(late)) > 0  # the same on all ranks
-        return late or is_due(self.step, every) or is_due(self.step, eval_every)
+        return late or any(is_due(self.step, self.flags[x]) for x in ("save_every", "eval_every"))
 
-    def save(self, model: Model, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> None:
-        """A checkpoint of the last whole step, unless it exists; the newest `keep` ones stay."""
+    def save(self, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:
+        """A checkpoint of the last whole step, unless it exists; the newest --keep_last stay."""
         if self.step > self.saved:
-            save_checkpoint(self.path, self.step, model, optimizer, tokenizer, keep)
-            self.saved, self.saved_at = self.step, time.time()
+            keep_last = self.flags["keep_last"]
+            save_checkpoint(self.path, self.step, model, optimizer, tokenizer, keep_last)
+            self.saved, self.saved_at = self.step, time.monotonic()
 
 
 def is_due(step: int, every: int) -> bool:
@@ -358,10 +356,10 @@ class StopSignal:
             signal.signal(number, self.ask)
 
     def ask(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and time.time() - self.asked_at > 2:
+        if number == signal.SIGINT and time.monotonic() - self.asked_at > 2:
             raise KeyboardInterrupt
         if not self.asked:
-            self.asked, self.asked_at = True, time.time()
+            self.asked, self.asked_at = True, time.monotonic()
             if rank() == 0:
                 # Not print: a signal can come amid another write to the same stream.
                 os.write(2, b"\nstopping: what is whole is kept (Ctrl-C again: at once)\n")

@@ -55,11 +55,11 @@ def launch(worker: Callable, world: int, log: Path, *args, timeout: float = 120)
     As under torchrun, the others are ended soon after one has failed. Too late is an error.
     """
     processes = begin(worker, world, log, *args)
-    deadline = time.time() + timeout
-    while any(p.is_alive() for p in processes) and time.time() < deadline:
+    deadline = time.monotonic() + timeout
+    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
         if any(p.exitcode for p in processes):
-            deadline = min(deadline, time.time() + 5)
+            deadline = min(deadline, time.monotonic() + 5)
     hung = not any(p.exitcode for p in processes) and any(p.is_alive() for p in processes)
     for process in processes:
         process.kill()
@@ -213,7 +213,7 @@ def train_with_clocks_apart(output: Path) -> None:
     """
     if os.environ.get("RANK") == "1":
         hours = itertools.count()
-        bookkeeping.time = types.SimpleNamespace(time=lambda: 3600.0 * next(hours))
+        bookkeeping.time = types.SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
     stapo.main(
         f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 4
         --mini_batch_size 2 --group_size 4 --max_new_tokens 16 --save_every 0 --save_minutes 60

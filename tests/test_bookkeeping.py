@@ -106,7 +106,7 @@ def test_checkpoints_by_time(tmp_path, monkeypatch, minutes, saved):
 def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypatch):
     stop, now = bookkeeping.stop, [100.0]
     stop.listen()
-    monkeypatch.setattr(bookkeeping.time, "time", lambda: now[0])
+    monkeypatch.setattr(bookkeeping.time, "monotonic", lambda: now[0])
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
         os.kill(os.getpid(), number)
     assert stop.asked

@@ -197,8 +197,8 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     for number, moment in enumerate(moments.tolist()):
         newest = bookkeeping.checkpoints(output)[-1:]
         processes = start(output)
-        deadline = time.time() + 60
-        while any(p.is_alive() for p in processes) and time.time() < deadline:
+        deadline = time.monotonic() + 60
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
             if bookkeeping.checkpoints(output)[-1:] != newest:  # it has saved again
                 break
             time.sleep(0.01)
