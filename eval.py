@@ -31,7 +31,17 @@ import rollout
 from reward import extract_answer, is_correct
 from rollout import Model, Response, Tokenizer, encode_prompt, load_problems
 from support import distributed, progress
-from support.bookkeeping import Parser, Stopped, fingerprint, flag, stop, whole_rows, write_whole
+from support.bookkeeping import (
+    Parser,
+    Stopped,
+    append_rows,
+    claim,
+    fingerprint,
+    flag,
+    stop,
+    whole_rows,
+    write_whole,
+)
 from support.distributed import rank, world_size
 from support.errors import InputError
 from support.seeds import mix_seed
@@ -149,9 +159,7 @@ class Journal:
 
     def add(self, key: Key, row: dict) -> None:
         """Write a row; the next merge brings it into `rows`."""
-        line = json.dumps(key._asdict() | row, ensure_ascii=False)
-        with self.file_of(rank()).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append_rows(self.file_of(rank()), [key._asdict() | row])
 
     def missing(self, keys: list[Key]) -> list[Key]:
         return [key for key in keys if key not in self.rows]
@@ -468,19 +476,18 @@ def file_name(model: str) -> str:
 def open_output(cfg: Config) -> Path:
     """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
+    claim(folder)
     names = ("model", "max_new_tokens", "seed", "instruction")
     flags = {name: getattr(cfg, name) for name in names}
+    if rank() > 0:
+        return folder
     path = folder / "settings.json"
+    if not any(file.stat().st_size > 0 for file in folder.glob("*.jsonl")):
+        write_whole(path, json.dumps(flags, indent=2) + "\n")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        begun = any(file.stat().st_size > 0 for file in folder.glob("*.jsonl"))
-        if rank() == 0 and not begun:
-            path.write_text(json.dumps(flags, indent=2) + "\n")
-        distributed.barrier()
         held = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        hint = "name another directory, one that all hosts share"
-        raise InputError(f"--output {folder}: {error}; {hint}") from error
+        raise InputError(f"--output {folder}: {error}; name another directory") from error
     for name, value in flags.items():
         if held.get(name) != value:
             was = f"samples drawn with --{name} {held.get(name)!r}, not {value!r}"
@@ -530,9 +537,9 @@ def run(cfg: Config) -> None:
         graders = ["rule", "rule, then verifier"] if cfg.verifier else ["rule"]
         text = results_table(cfg.model, suite, scores, graders)
         text += "\n" + details_table(suite, scores)
-        (folder / "table.md").write_text(text, encoding="utf-8")
+        write_whole(folder / "table.md", text)
         document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2)
-        (folder / "scores.json").write_text(document + "\n", encoding="utf-8")
+        write_whole(folder / "scores.json", document + "\n")
         print(f"\n{text}")
 
 

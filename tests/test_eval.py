@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from conftest import BENCHMARKS, TINY
+from conftest import BENCHMARKS, TINY, fill_disk
 from ranks import launch
 
 import eval as evaluation
@@ -22,7 +22,7 @@ from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
 from support import distributed
 
-RESULTS = {"samples.jsonl", "settings.json", "scores.json", "table.md"}
+RESULTS = {".lock", "samples.jsonl", "settings.json", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
@@ -253,6 +253,13 @@ def test_what_ends_one_rank_costs_none_of_the_responses(
     assert (parts / "samples.jsonl").read_bytes() == whole
 
 
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, many):
+    Scripted(monkeypatch, lucky)
+    fill_disk(monkeypatch, "samples.jsonl")
+    with pytest.raises(SystemExit, match="^eval.py: .*samples.jsonl cannot be written: .*No space"):
+        run(tmp_path / "out", *many)
+
+
 def rank_on_a_host_of_its_own(folder: Path, flags: list) -> None:
     own = folder / os.environ["RANK"]
     own.mkdir()
@@ -475,7 +482,7 @@ def test_two_ranks_give_what_one_gives(tmp_path):
         (["--samples", "-2"], "--samples -2: has to be at least 0"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0: has to be at least 1"),
         (["--verifier", "{}/nobody"], "nobody: no tokenizer there"),
-        (["--output", "{}/good.jsonl"], "--output .*good.jsonl: .*name another directory"),
+        (["--output", "{}/good.jsonl"], "--output: .*good.jsonl cannot be written: .*File exists"),
         (["--output", "{}"], "--output .*settings.json'; name another directory"),  # .jsonl files
         (["--model", "{}/nobody"], "nobody: no tokenizer there"),
     ],
