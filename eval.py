@@ -26,6 +26,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 import rollout
 from reward import extract_answer, is_correct
@@ -36,6 +37,7 @@ from support.bookkeeping import (
     Stopped,
     append_rows,
     claim,
+    file_fingerprint,
     fingerprint,
     flag,
     stop,
@@ -473,14 +475,28 @@ def file_name(model: str) -> str:
     return re.sub(r"[^\w.]+", "-", model).strip("-")
 
 
+def weights_of(name: str) -> str:
+    """What tells a model's weights from others under its name: the same for a copied folder.
+
+    Of a folder a hash over its weight files, of a Hub id the commit that is in the cache.
+    """
+    rollout.load_config(name)  # puts it into the cache; raises InputError
+    folder = Path(name)
+    if folder.is_dir():
+        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+        return f"weights {fingerprint([file_fingerprint(file) for file in files])}"
+    found = try_to_load_from_cache(name, "config.json")
+    return f"{name}, commit {Path(found).parent.name}" if isinstance(found, str) else name
+
+
 def open_output(cfg: Config) -> Path:
-    """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
+    """The output directory; samples of other flags or weights are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
     claim(folder)
-    names = ("model", "max_new_tokens", "seed", "instruction")
-    flags = {name: getattr(cfg, name) for name in names}
     if rank() > 0:
         return folder
+    names = ("max_new_tokens", "seed", "instruction")
+    flags = {"model": weights_of(cfg.model)} | {name: getattr(cfg, name) for name in names}
     path = folder / "settings.json"
     if not any(file.stat().st_size > 0 for file in folder.glob("*.jsonl")):
         write_whole(path, json.dumps(flags, indent=2) + "\n")
@@ -530,7 +546,9 @@ def run(cfg: Config) -> None:
     samples = sample_suite(model, tokenizer, suite, decodings, journal, cfg)
     if cfg.verifier:
         del model  # its memory is the verifier's
-        verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
+        weights = distributed.broadcast(weights_of(cfg.verifier) if rank() == 0 else "")
+        name = f"verdicts-{file_name(cfg.verifier)}-{fingerprint(weights)[:8]}.jsonl"
+        verdicts = Journal(folder / name)
         verify(*load(cfg.verifier), suite, samples, verdicts, cfg.rollout_batch_size)
     scores = summarize(samples, verdicts and verdicts.rows)
     if rank() == 0:

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ class Scripted:
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda name: Letters())
+        monkeypatch.setattr(evaluation.rollout, "load_config", lambda name: None)
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: name)
 
     def __call__(self, model, tokenizer, prompts, *, poll, ended, seed, **options):
@@ -326,6 +328,39 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
         with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
             run(tmp_path / "out", *flags)
     assert len(fake.asked) == 3 * 12 + 3
+
+
+def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
+    """A folder that was trained again, and a Hub id whose commit is another; copies are the same.
+
+    Of the verifier other weights are asked again.
+    """
+    fake, commits = Scripted(monkeypatch, lucky), {"M": "1a"}
+    path = lambda name, file: f"{tmp_path}/snapshots/{commits[name]}/{file}"  # noqa: E731
+    monkeypatch.setattr(evaluation, "try_to_load_from_cache", path)
+    flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3), "--decoding", "0,1"]
+    values, (first, copied, judge) = torch.rand(3_000_000), map(tmp_path.joinpath, "fcj")
+    for folder in (first, judge):  # 12 MB, of which samples are read
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(values.numpy().tobytes())
+    run(tmp_path / "hub", *flags)
+    run(tmp_path / "out", *flags, "--model", first)
+    shutil.copytree(first, copied)
+    trained = (values * (1 + 1e-6)).numpy().tobytes()
+    (first / "model.safetensors").write_bytes(trained)
+    commits["M"] = "2b"
+    for output, name in (("hub", "M"), ("out", first)):
+        with pytest.raises(SystemExit, match=f"{output}: holds samples drawn with --model"):
+            run(tmp_path / output, *flags, "--model", name)
+    run(tmp_path / "out", *flags, "--model", copied)
+    assert len(fake.asked) == 2 * 3
+    asked = []
+    for _ in range(2):
+        for _ in range(2):
+            run(tmp_path / "out", *flags, "--model", copied, "--verifier", judge)
+            asked.append(sum(model == str(judge) for model, _ in fake.asked))
+        (judge / "model.safetensors").write_bytes(trained)
+    assert asked == [asked[0], asked[0], 2 * asked[0], 2 * asked[0]] and asked[0] > 0
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
