@@ -26,12 +26,24 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 import rollout
 from reward import extract_answer, is_correct
 from rollout import Model, Response, Tokenizer, encode_prompt, load_problems
 from support import distributed, progress
-from support.bookkeeping import Parser, Stopped, fingerprint, flag, stop, whole_rows, write_whole
+from support.bookkeeping import (
+    Parser,
+    Stopped,
+    append_rows,
+    claim,
+    file_fingerprint,
+    fingerprint,
+    flag,
+    stop,
+    whole_rows,
+    write_whole,
+)
 from support.distributed import rank, world_size
 from support.errors import InputError
 from support.seeds import mix_seed
@@ -152,9 +164,7 @@ class Journal:
 
     def add(self, key: Key, row: dict) -> None:
         """Write a row; the next merge brings it into `rows`."""
-        line = json.dumps(key._asdict() | row, ensure_ascii=False)
-        with self.file_of(rank()).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append_rows(self.file_of(rank()), [key._asdict() | row])
 
     def missing(self, keys: list[Key]) -> list[Key]:
         return [key for key in keys if key not in self.rows]
@@ -479,22 +489,35 @@ def file_name(model: str) -> str:
     return re.sub(r"[^\w.]+", "-", model).strip("-")
 
 
+def weights_of(name: str) -> str:
+    """What tells a model's weights from others under its name: the same for a copied folder.
+
+    Of a folder a hash over its weight files, of a Hub id the commit that is in the cache.
+    """
+    rollout.load_config(name)  # puts it into the cache; raises InputError
+    folder = Path(name)
+    if folder.is_dir():
+        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+        return f"weights {fingerprint([file_fingerprint(file) for file in files])}"
+    found = try_to_load_from_cache(name, "config.json")
+    return f"{name}, commit {Path(found).parent.name}" if isinstance(found, str) else name
+
+
 def open_output(cfg: Config) -> Path:
-    """The output directory; samples drawn under other flags are not mixed. Raises InputError."""
+    """The output directory; samples of other flags or weights are not mixed. Raises InputError."""
     folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
-    names = ("model", "max_new_tokens", "seed", "instruction")
-    flags = {name: getattr(cfg, name) for name in names}
+    claim(folder)
+    if rank() > 0:
+        return folder
+    names = ("max_new_tokens", "seed", "instruction")
+    flags = {"model": weights_of(cfg.model)} | {name: getattr(cfg, name) for name in names}
     path = folder / "settings.json"
+    if not any(file.stat().st_size > 0 for file in folder.glob("*.jsonl")):
+        write_whole(path, json.dumps(flags, indent=2) + "\n")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        begun = any(file.stat().st_size > 0 for file in folder.glob("*.jsonl"))
-        if rank() == 0 and not begun:
-            path.write_text(json.dumps(flags, indent=2) + "\n")
-        distributed.barrier()
         held = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        hint = "name another directory, one that all hosts share"
-        raise InputError(f"--output {folder}: {error}; {hint}") from error
+        raise InputError(f"--output {folder}: {error}; name another directory") from error
     for name, value in flags.items():
         if held.get(name) != value:
             was = f"samples drawn with --{name} {held.get(name)!r}, not {value!r}"
@@ -538,16 +561,18 @@ def run(cfg: Config) -> None:
     samples = sample_suite(model, tokenizer, suite, decodings, journal, settings)
     if cfg.verifier:
         del model  # its memory is the verifier's
-        verdicts = Journal(folder / f"verdicts-{file_name(cfg.verifier)}.jsonl")
+        weights = distributed.broadcast(weights_of(cfg.verifier) if rank() == 0 else "")
+        name = f"verdicts-{file_name(cfg.verifier)}-{fingerprint(weights)[:8]}.jsonl"
+        verdicts = Journal(folder / name)
         verify(*load(cfg.verifier), suite, samples, verdicts, cfg.rollout_batch_size)
     scores = summarize(samples, verdicts and verdicts.rows)
     if rank() == 0:
         graders = ["rule", "rule, then verifier"] if cfg.verifier else ["rule"]
         text = results_table(cfg.model, suite, scores, graders)
         text += "\n" + details_table(suite, scores)
-        (folder / "table.md").write_text(text, encoding="utf-8")
+        write_whole(folder / "table.md", text)
         document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2)
-        (folder / "scores.json").write_text(document + "\n", encoding="utf-8")
+        write_whole(folder / "scores.json", document + "\n")
         print(f"\n{text}")
 
 

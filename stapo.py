@@ -22,9 +22,9 @@ if it is a later one. Both ask `response_stats`, which asks `Policy.forward` for
 (rollout.py has the two), and that ends in `HeadStats` (support/head.py): four names from the loop
 to a probability. `silence_spurious` decides with `spurious_mask` which of its tokens count, tau_h
 being a quantile over all ranks. `update` forwards it in a micro-batch, through the same policy and
-head, and `clipped_loss` sends the gradient back. In tests/test_paper.py a plain second loop replays all of it, in
-test_3_3_algorithm_1_replayed_by_a_plain_second_loop; tests/test_distributed.py compares two and
-four ranks with one.
+head, and `clipped_loss` sends the gradient back. In tests/test_paper.py a plain second loop replays
+all of it, in test_3_3_algorithm_1_replayed_by_a_plain_second_loop; tests/test_distributed.py
+compares two and four ranks with one.
 
 Read from top to bottom: the flags, the loss beside its equations, a mini-batch and which of its
 tokens each method keeps, the update, the collection of a step's responses, the metrics, the loop.

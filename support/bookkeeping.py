@@ -7,6 +7,7 @@ Read from top to bottom: flags, the run directory, checkpoints, the wish to stop
 import argparse
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
 import math
@@ -15,13 +16,14 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ from transformers.utils import logging
 
 from support.distributed import all_max, barrier, broadcast, rank, wait_for_rank_0
 from support.errors import InputError, first_line
+from support.progress import warn
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -103,6 +106,41 @@ def parse_flags(config: type, description: str, argv: list[str] | None = None) -
 
 # ------------------------------------------------------------------------------- a run's directory
 
+lock_file: TextIO | None = None  # of the directory that this process works in
+
+
+def claim(folder: Path) -> None:
+    """Make a directory, and keep other processes out of it until this one ends, however it ends.
+
+    Every rank calls it. Raises InputError where the directory cannot be written, where another
+    process works in it, and where a rank finds another directory under its name than rank 0.
+    """
+    global lock_file
+    file, now = folder / ".lock", datetime.datetime.now().isoformat(" ", "seconds")
+    mark = broadcast(f"process {os.getpid()} on {socket.gethostname()} since {now}")
+    if rank() == 0:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if lock_file:
+                lock_file.close()  # the directory of an earlier run
+            lock_file = file.open("a", encoding="utf-8")
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held = f"{file.read_text('utf-8')} works there"
+                raise InputError(f"--output {folder}: {held}; wait for its end") from None
+            except OSError as error:
+                hint = "start no second process in this directory"
+                warn(f"{folder}: its file system has no locks ({error.strerror}); {hint}")
+            lock_file.truncate(0)
+            lock_file.write(mark)
+            lock_file.flush()
+            os.fsync(lock_file.fileno())
+    barrier()
+    if not file.exists() or file.read_text("utf-8") != mark:
+        hint = "put it on a file system that all hosts share"
+        raise InputError(f"--output {folder}: is another directory than rank 0's; {hint}")
+
 
 class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
@@ -118,13 +156,14 @@ class RunFolder:
     def __init__(self, output: str, flags: dict[str, Any], fingerprints: dict[str, str]):
         self.path = Path(broadcast(output))  # a default name holds the time: rank 0's counts
         self.flags = flags
-        self.refuse(fingerprints)
-        saved = checkpoints(self.path)
+        claim(self.path)
+        if rank() == 0:
+            self.refuse(fingerprints)
+        saved = broadcast(checkpoints(self.path))  # another host's listing can be a minute old
         self.checkpoint = saved[-1] if saved else None
         self.step = self.saved = step_of(self.checkpoint)
         if flags["steps"] < self.step:
             raise InputError(f"--steps {flags['steps']}: {self.path} is at step {self.step}")
-        barrier()  # every rank has looked before rank 0 writes
         self.saved_at = time.monotonic()
         if rank() == 0:
             self.prepare(flags | {f"{k}_fingerprint": v for k, v in fingerprints.items()})
@@ -153,23 +192,20 @@ class RunFolder:
 
     def prepare(self, config: dict[str, Any]) -> None:
         """Write config.json, and cut the records back to the checkpoint: later steps come again."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
+        with writing(self.path):
             write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
                 cut_back(self.path / name, self.step)
             for file in self.path.glob("evaluations/step_*"):
                 if int(file.name[5:11]) > self.step:
                     file.unlink()
-        except OSError as error:
-            message = f"--output {self.path}: cannot be written ({error.strerror})"
-            raise InputError(message) from error
+            for half in self.path.glob("checkpoints/step_*.partial"):  # a save that was cut off
+                shutil.rmtree(half)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add lines to a .jsonl file."""
         if rank() == 0:
-            with open(self.path / name, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            append_rows(self.path / name, rows)
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""
@@ -229,11 +265,27 @@ def whole_rows(file: Path) -> Iterator[tuple[bytes, dict]]:
             yield line, json.loads(line)
 
 
+def append_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Add lines to a .jsonl file."""
+    with writing(file), file.open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def write_whole(file: Path, text: str) -> None:
     """Write a file so that a crash or a full disk leaves the old one or the new one."""
     partial = file.with_suffix(".partial")
-    partial.write_text(text, "utf-8")
-    partial.replace(file)
+    with writing(file):
+        partial.write_text(text, "utf-8")
+        partial.replace(file)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes the program's own files: a full disk, say, is the user's error."""
+    try:
+        yield
+    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
+        raise InputError(f"--output: {path} cannot be written: {first_line(error)}") from error
 
 
 def fingerprint(value: Any) -> str:
@@ -246,6 +298,20 @@ def fingerprint(value: Any) -> str:
 
     text = json.dumps(value, sort_keys=True, default=as_text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_fingerprint(file: Path) -> str:
+    """The same for a large file, by its size and 4 KiB at each of a thousand places.
+
+    Training moves nearly every weight, and merging an adapter whole matrices.
+    """
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        for place in range(1000):
+            content.seek(place * size // 1000)
+            found.update(content.read(4096))
+    return found.hexdigest()[:16]
 
 
 def nan_to_null(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +356,7 @@ def save_checkpoint(
     """
     folder = run / "checkpoints" / f"step_{step:06d}"
     partial = folder.with_suffix(".partial")
-    try:
+    with writing(folder):
         if rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -313,8 +379,6 @@ def save_checkpoint(
             partial.rename(folder)
             for old in checkpoints(run)[:-keep_last]:
                 shutil.rmtree(old)
-    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
-        raise InputError(f"{folder} cannot be written: {first_line(error)}") from error
     barrier()
 
 

@@ -78,7 +78,7 @@ def session(program: str) -> Iterator[None]:
         if world_size() > 1:
             end_process(program, error)
         finish()
-        if isinstance(error, (InputError, OSError)):  # OSError: a full disk, say
+        if isinstance(error, InputError):
             sys.exit(f"{program}: {error}")
         raise
     finish()
@@ -93,7 +93,7 @@ def end_process(program: str, error: BaseException) -> NoReturn:
     code = 1
     if isinstance(error, SystemExit):  # of the parser or of a stop, which have said why
         code = error.code if isinstance(error.code, int) else 1
-    elif isinstance(error, (InputError, OSError)):
+    elif isinstance(error, InputError):
         wait_for_rank_0()
         print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
     else:

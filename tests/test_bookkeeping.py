@@ -1,6 +1,7 @@
 """What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -9,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import weakref
+from pathlib import Path
 
 import figures
 import pytest
 import torch
 from conftest import FLAGS, ROOT, TINY, read_rows, refused, run
+from ranks import begin
 from test_distributed import lines
 
 import eval as evaluation
@@ -45,6 +49,8 @@ def finished(tmp_path_factory):
 def test_the_directory_alone_is_enough_to_resume(finished, tmp_path, capsys):
     """Three steps in two parts, the second without a flag of the first, are three steps in one."""
     output = shutil.copytree(finished, tmp_path / "run")
+    for folder in (output, tmp_path / "whole"):  # what kills have left of saves at other steps
+        (folder / "checkpoints" / "step_000007.partial" / "trainer").mkdir(parents=True)
     stapo.main(f"--resume {output} --steps 3 --log_samples 2".split())
     assert "(steps 1 and 3)" in capsys.readouterr().out
     config = json.loads((output / "config.json").read_text())
@@ -52,6 +58,7 @@ def test_the_directory_alone_is_enough_to_resume(finished, tmp_path, capsys):
     run(tmp_path / "whole", "--method full-mask --seed 3 --steps 3")
     assert lines(output) == lines(tmp_path / "whole")
     assert weights(output) == weights(tmp_path / "whole")
+    assert not list(tmp_path.glob("*/checkpoints/*.partial"))
     steps = [row["step"] for row in read_rows(output / "samples.jsonl")]
     assert steps == [1] * 8 + [2] * 8 + [3] * 2
     whole = read_rows(tmp_path / "whole" / "samples.jsonl")
@@ -79,6 +86,45 @@ def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_pa
     assert "no checkpoint" in refused(capsys, f"--resume {output}")
     assert len(lines(output)) == 2
     assert "--resume" in refused(capsys, f"{FLAGS} --output {output}")
+
+
+def hold(folder: Path, name: str) -> None:
+    """A process that works in folder / name until it is killed."""
+    bookkeeping.claim(folder / name)
+    (folder / "held").touch()
+    time.sleep(100)
+
+
+def test_a_directory_has_one_process_until_that_is_killed(finished, tmp_path, monkeypatch, capfd):
+    """A new run, a resumed one and an evaluation; there is nothing to clean up."""
+    shutil.copytree(finished, tmp_path / "resumed")
+    short = f"--model {TINY} --benchmarks {TINY}/test.jsonl --limit 1 --samples 1 --decoding 0,1"
+    for name, program, flags in (
+        ("resumed", stapo.main, f"--resume {tmp_path}/resumed"),
+        ("new", stapo.main, f"{FLAGS} --steps 1 --output {tmp_path}/new"),
+        ("eval", evaluation.main, f"{short} --max_new_tokens 4 --output {tmp_path}/eval"),
+    ):
+        (holder,) = begin(hold, 1, tmp_path / "log", tmp_path, name)
+        while not (tmp_path / "held").exists():
+            assert holder.is_alive(), (tmp_path / "log.0").read_text()
+            time.sleep(0.01)
+        (tmp_path / "held").unlink()
+        before = sorted(path.name for path in (tmp_path / name).rglob("*"))
+        with pytest.raises(SystemExit, match=f"{name}: process {holder.pid} on .* works there"):
+            program(flags.split())
+        assert sorted(path.name for path in (tmp_path / name).rglob("*")) == before
+        holder.kill()
+        holder.join()
+        program(flags.split())
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    # `datasets` locks files of its own by the same function.
+    monkeypatch.setattr(bookkeeping, "fcntl", types.SimpleNamespace(LOCK_EX=2, LOCK_NB=4))
+    bookkeeping.fcntl.flock = no_locks
+    stapo.main(["--resume", str(tmp_path / "resumed")])
+    assert "no locks (No locks available)" in capfd.readouterr().err
 
 
 def test_samples_are_what_the_model_said(finished):

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ from ranks import (
     fail_in,
     launch,
     train_on_canned_rollouts,
+    train_on_hosts_apart,
     train_with_clocks_apart,
 )
 from transformers import AutoTokenizer
@@ -99,6 +101,30 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     assert rows[0] == rows[1] and rows[0].count(b"\n") == 15
     saved = [[p.name for p in bookkeeping.checkpoints(tmp_path / name)] for name in "12"]
     assert saved == [["step_000002"], ["step_000001", "step_000002"]]
+
+
+APART = "--output run: is another directory than rank 0's; put it on a file system that .* share"
+
+
+@pytest.mark.parametrize(
+    "copies, message",
+    [("", APART), ("01", APART), ("0", "--resume run: holds no run to continue")],
+)
+def test_ranks_that_do_not_share_the_output_are_one_line(tmp_path, copies, message):
+    """On a new run, and with --resume of a run that each host has a copy of, or rank 0 alone."""
+    own = f"--model {TINY} --data {TINY}/test.jsonl --steps 1 --batch_size 2 --mini_batch_size 2"
+    own = f"{own} --group_size 2 --max_new_tokens 4 --instruction= --output".split()
+    if copies:
+        stapo.main([*own, str(tmp_path / "whole")])
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        if rank in copies:
+            shutil.copytree(tmp_path / "whole", tmp_path / rank / "run")
+    flags = ["--resume", "run"] if copies else [*own, "run"]
+    assert all(launch(train_on_hosts_apart, 2, tmp_path / "log", tmp_path, flags))
+    said = (tmp_path / "log.1").read_text()
+    assert re.search(rf"^stapo.py: .*{message} \(rank 1\)$", said, re.MULTILINE), said
+    assert "Traceback" not in said
 
 
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):

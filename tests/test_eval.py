@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import time
 import weakref
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from conftest import BENCHMARKS, TINY
+from conftest import BENCHMARKS, TINY, fill_disk
 from ranks import launch
 from transformers import PreTrainedConfig
 
@@ -24,7 +25,7 @@ from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
 from support import distributed
 
-RESULTS = {"samples.jsonl", "settings.json", "scores.json", "table.md"}
+RESULTS = {".lock", "samples.jsonl", "settings.json", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
@@ -59,6 +60,7 @@ class Scripted:
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda name: Letters())
+        monkeypatch.setattr(evaluation.rollout, "load_config", lambda name: None)
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: Named(name))
 
     def __call__(self, model, tokenizer, prompts, *, seed, **options):
@@ -265,6 +267,13 @@ def test_what_ends_one_rank_costs_none_of_the_responses(
     assert (parts / "samples.jsonl").read_bytes() == whole
 
 
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, many):
+    Scripted(monkeypatch, lucky)
+    fill_disk(monkeypatch, "samples.jsonl")
+    with pytest.raises(SystemExit, match="^eval.py: .*samples.jsonl cannot be written: .*No space"):
+        run(tmp_path / "out", *many)
+
+
 def rank_on_a_host_of_its_own(folder: Path, flags: list) -> None:
     own = folder / os.environ["RANK"]
     own.mkdir()
@@ -331,6 +340,39 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
         with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
             run(tmp_path / "out", *flags)
     assert len(fake.asked) == 3 * 12 + 3
+
+
+def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
+    """A folder that was trained again, and a Hub id whose commit is another; copies are the same.
+
+    Of the verifier other weights are asked again.
+    """
+    fake, commits = Scripted(monkeypatch, lucky), {"M": "1a"}
+    path = lambda name, file: f"{tmp_path}/snapshots/{commits[name]}/{file}"  # noqa: E731
+    monkeypatch.setattr(evaluation, "try_to_load_from_cache", path)
+    flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3), "--decoding", "0,1"]
+    values, (first, copied, judge) = torch.rand(3_000_000), map(tmp_path.joinpath, "fcj")
+    for folder in (first, judge):  # 12 MB, of which samples are read
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(values.numpy().tobytes())
+    run(tmp_path / "hub", *flags)
+    run(tmp_path / "out", *flags, "--model", first)
+    shutil.copytree(first, copied)
+    trained = (values * (1 + 1e-6)).numpy().tobytes()
+    (first / "model.safetensors").write_bytes(trained)
+    commits["M"] = "2b"
+    for output, name in (("hub", "M"), ("out", first)):
+        with pytest.raises(SystemExit, match=f"{output}: holds samples drawn with --model"):
+            run(tmp_path / output, *flags, "--model", name)
+    run(tmp_path / "out", *flags, "--model", copied)
+    assert len(fake.asked) == 2 * 3
+    asked = []
+    for _ in range(2):
+        for _ in range(2):
+            run(tmp_path / "out", *flags, "--model", copied, "--verifier", judge)
+            asked.append(sum(model == str(judge) for model, _ in fake.asked))
+        (judge / "model.safetensors").write_bytes(trained)
+    assert asked == [asked[0], asked[0], 2 * asked[0], 2 * asked[0]] and asked[0] > 0
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
@@ -509,7 +551,7 @@ def test_two_ranks_give_what_one_gives(tmp_path):
         (["--samples", "-2"], "--samples -2: has to be at least 0"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0: has to be at least 1"),
         (["--verifier", "{}/nobody"], "nobody: no tokenizer there"),
-        (["--output", "{}/good.jsonl"], "--output .*good.jsonl: .*name another directory"),
+        (["--output", "{}/good.jsonl"], "--output: .*good.jsonl cannot be written: .*File exists"),
         (["--output", "{}"], "--output .*settings.json'; name another directory"),  # .jsonl files
         (["--model", "{}/nobody"], "nobody: no tokenizer there"),
         (["--max_new_tokens", "4090"], "--max_new_tokens 4090: .* 4096 positions, so that at most"),

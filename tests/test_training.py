@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FLAGS, TINY, padded, read_rows, refused, responses_of, run, to_batch
+from conftest import FLAGS, TINY, fill_disk, padded, read_rows, refused, responses_of, run, to_batch
 from datasets import Dataset
 from ranks import launch
 from reference import method_loss, row_stats
@@ -330,6 +330,21 @@ def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, monkeypatch):
     monkeypatch.undo()
     stapo.main(["--resume", str(tmp_path / "run")])
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 2
+
+
+def test_only_a_failed_write_of_the_programs_own_is_one_line(tmp_path, monkeypatch):
+    """A connection that is lost is an OSError too, and may be a bug's: it keeps its traceback."""
+    with monkeypatch.context() as patch:
+        fill_disk(patch, "metrics.jsonl")
+        with pytest.raises(SystemExit, match="metrics.jsonl cannot be written: .*No space left"):
+            run(tmp_path / "run")
+
+    def lost(*_):
+        raise ConnectionError("lost")
+
+    monkeypatch.setattr(stapo, "load_policy", lost)
+    with pytest.raises(ConnectionError):
+        run(tmp_path / "other")
 
 
 def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
