@@ -35,7 +35,7 @@ from transformers.cache_utils import DynamicLayer
 from support import distributed
 from support.decoding import decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
-from support.head import HeadStats, TokenStats, use_float32_head
+from support.head import HeadStats, TokenStats, float32_logits, use_float32_head
 from support.norms import fuse_norms
 from support.progress import bar as progress_bar
 from support.progress import first_time, quiet_datasets, say, track
@@ -164,12 +164,12 @@ def check_head(model: Model) -> None:
     """Raise InputError unless the model's logits are hidden states times the head's weight.
 
     Token statistics rely on it. A bias, a scale or a soft cap on the logits would make every
-    log-probability wrong, under whatever name the model's code has it. Wants float32 weights.
+    log-probability wrong, under whatever name the model's code has it.
     """
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
-    hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 8, D)
-    expected = hidden @ model.get_output_embeddings().weight.T  # (1, 8, V)
-    logits = model(ids, use_cache=False).logits
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
+    expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)
+    logits = model(ids, use_cache=False).logits[0].float()
     if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         raise InputError(
             "--model: its logits are not hidden states times the weight of its output head "
