@@ -11,6 +11,7 @@ in support/head.py, the output head.
 import contextlib
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -207,8 +208,8 @@ def load_problems(
 ) -> list[dict[str, Any]]:
     """Distinct problems of a Hub dataset or a local .jsonl, .json or .parquet file, in file order.
 
-    Columns understood: `problem`, `question` or a chat `prompt` (DAPO-Math-17k, whose wrapper is
-    taken off); `answer`, `final_answer` (text or a list) or `reward_model["ground_truth"]`.
+    Columns understood: `problem`, `question` or `prompt`, text or a chat (DAPO-Math-17k's, whose
+    wrapper is taken off); `answer`, `final_answer` or `reward_model["ground_truth"]`.
     Returns [{"problem": str, "answer": str}]; raises InputError naming the file or the row. With
     `whole_rows` each problem has its "row" too, a dict of every column, and needs no answer.
     `progress` names a bar over the rows.
@@ -241,7 +242,9 @@ def load_problems(
         row = dict(zip(rows.column_names, values))
         problem, answer = read_row(row)
         if not problem or not (answer or whole_rows):
-            what = "answer" if problem else "problem"
+            what = "problem that is text, or a chat of user and assistant alone"
+            if problem:
+                what = "answer that is text, a finite number or a flat list of these"
             raise InputError(f"{source}: row {number} has no {what} (columns: {', '.join(row)})")
         if problem not in problems:
             problems[problem] = {"problem": problem, "answer": answer}
@@ -252,20 +255,36 @@ def load_problems(
 
 
 def read_row(row: dict) -> tuple[str, str]:
-    """The (problem, answer) of one row in any layout that load_problems understands."""
-    problem = row.get("problem") or row.get("question") or row.get("prompt") or ""
-    if isinstance(problem, list):
-        last = problem[-1]
-        problem = (last.get("content") if isinstance(last, dict) else last) or ""
-        wrapped = DAPO_WRAPPER.fullmatch(problem)
-        problem = wrapped[1] if wrapped else problem
+    """The (problem, answer) of one row in any layout that load_problems understands, "" for none.
+
+    Each is the first that is usable of those that the row has.
+    """
+    problems = map(problem_text, map(row.get, ("problem", "question", "prompt")))
     graded_by = row.get("reward_model")
     answers = [row.get("answer"), row.get("final_answer")]
     answers += [graded_by.get("ground_truth")] if isinstance(graded_by, dict) else []
-    answer = next((answer for answer in answers if answer not in (None, "")), "")
-    if isinstance(answer, list):
-        answer = ", ".join(map(str, answer))
-    return str(problem).strip(), str(answer).strip()
+    return next(filter(None, problems), ""), next(filter(None, map(cell_text, answers)), "")
+
+
+def problem_text(value: Any) -> str:
+    """Text as it is; of a chat the user's last turn, or "" if others than an assistant speak."""
+    if not isinstance(value, list):
+        return cell_text(value)
+    turns = [turn if isinstance(turn, dict) else {"content": turn} for turn in value]
+    said = {str(turn.get("role") or "user"): turn.get("content") for turn in turns}  # last of each
+    last = said.get("user") if said.keys() <= {"user", "assistant"} else None
+    text = "" if isinstance(last, list) else cell_text(last)
+    wrapped = DAPO_WRAPPER.fullmatch(text)
+    return wrapped[1].strip() if wrapped else text
+
+
+def cell_text(value: Any) -> str:
+    """Text or a finite number as text, a flat list of them with commas; "" of anything else."""
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not isinstance(item, str) and not (type(item) in (int, float) and abs(item) < math.inf):
+            return ""
+    return ", ".join(map(str, items)).strip()
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: str, instruction: str = INSTRUCTION) -> list[int]:

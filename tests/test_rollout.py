@@ -1,5 +1,6 @@
 """Prompts, sampling and scoring: against float64, autograd, and the model's own softmax."""
 
+import datetime
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import BENCHMARKS, TINY
+from datasets import Dataset
 from reference import logit_stats, plain_head
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -568,12 +570,45 @@ def test_dapo_rows_are_unwrapped_and_distinct():
         ({"prompt": [{"content": "1+1"}], "reward_model": {"ground_truth": "2"}}, "2"),
         ({"problem": "1+1", "answer": 0}, "0"),
         ({"problem": "1+1", "final_answer": [2, 3]}, "2, 3"),
+        ({"problem": "1+1", "answer": " ", "final_answer": 2.5}, "2.5"),
+        ({"prompt": "1+1", "answer": [], "final_answer": "2"}, "2"),
+        ({"prompt": [{"role": "user", "content": "0+1"}, {"role": "assistant", "content": "0"},
+          {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "3"}],
+          "answer": "2"}, "2"),
     ],
 )  # fmt: skip
 def test_column_layouts(tmp_path, row, answer):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     assert load_problems(str(file)) == [{"problem": "1+1", "answer": answer}]
+
+
+USER = {"role": "user", "content": "1+1"}
+
+
+@pytest.mark.parametrize(
+    "column, value",
+    [("answer", value) for value in (math.nan, -math.inf, True, [False], ["2", None], [["2"]])]
+    + [("answer", value) for value in ({"a": "2"}, [{"a": "2"}], datetime.date(2024, 1, 1))]
+    + [("problem", value) for value in (math.nan, {"a": "1+1"}, [["1+1"]])]
+    + [("problem", chat) for chat in (
+        [{"role": "system", "content": "Speak."}, USER],
+        [USER | {"content": [{"type": "text", "text": "1+1"}]}],
+        [USER | {"role": "assistant"}],
+    )],
+)  # fmt: skip
+def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
+    """The second of its file. What a reward of one's own reads of an answer is its own affair."""
+    odd = {"problem": "1+1", "answer": "2", "question": None, "final_answer": None}
+    odd[column] = value
+    sound = {**dict.fromkeys(odd), "question": "1+0", "final_answer": "1"}
+    file = str(tmp_path / "rows.parquet")
+    Dataset.from_list([sound, odd]).to_parquet(file)
+    with pytest.raises(rollout.InputError, match=f"rows.parquet: row 2 has no {column} that is "):
+        load_problems(file)
+    if column == "answer":
+        own = load_problems(file, whole_rows=True)[1]
+        assert own["answer"] == "" and (own["row"]["answer"] == value or math.isnan(value))
 
 
 def test_pad_batch_lays_out_prompt_and_response():
