@@ -9,7 +9,7 @@ the policy that sampled. Prints metrics, the check of the sampler among them, th
 tokens and the candidates of a mini-batch. Draws gradients.png, quadrants.md, tokens.png and
 responses.html, with the numbers beside each.
 
-RUN gives its flags and its newest checkpoint. Of an arguments file the flags that are listed here
+RUN gives its flags and its newest checkpoint. Of an arguments file the flags that --help lists
 count, and those about training do not. A flag on the command line goes before both.
 """
 
@@ -62,9 +62,7 @@ def parse(argv: list[str]) -> tuple[stapo.Config, Namespace]:
     shared = [f for f in fields(stapo.Config) if f.name in SHARED]
     flags = [(f.name, f.type, flag(f.default, f.metadata["help"])) for f in shared]
     parser = Parser(make_dataclass("Flags", flags), __doc__.split("\n")[0])
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", default="", help="directory of a run of stapo.py"
-    )
+    parser.add_argument("run", nargs="?", metavar="RUN", default="", help="a run's directory")
     parser.add_argument("--checkpoint", default="", help="of RUN: step_000020, say; empty: newest")
     parser.add_argument("--batches", type=int, default=1, help="steps whose responses are sampled")
     parser.add_argument("--output", default="", help="empty: RUN/figures or runs/tokens-<model>")
