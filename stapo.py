@@ -542,7 +542,7 @@ def update(
     ranks the loss and ratio_sums, `grad_norm` before clipping, and `finite`: whether it stepped.
     """
     # FSDP averages gradients over ranks, so a global denominator is divided by their number.
-    denominator = max(counts[METHODS[cfg.method].divides_by], 1) / world_size()
+    denominator = counts[METHODS[cfg.method].divides_by] / world_size()
     trained = (batch.advantages != 0) | with_kl(cfg.method, cfg.beta)  # (B,)
     trained = trained.nonzero().flatten()  # (N,) rows
     lengths = batch.lengths[trained].tolist()
