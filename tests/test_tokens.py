@@ -55,7 +55,7 @@ def collected(monkeypatch):
     return found
 
 
-def plain_tokens(model, step: int, batch, tau_p: float) -> list[dict]:
+def plain_tokens(model, tokenizer, step: int, batch, tau_p: float) -> list[dict]:
     """Every token with A > 0, by a softmax of plain logits, and tau_h over three mini-batches."""
     found = []
     for row, (ids, mask) in enumerate(zip(batch.ids, batch.mask)):
@@ -68,7 +68,8 @@ def plain_tokens(model, step: int, batch, tau_p: float) -> list[dict]:
         for t in mask.nonzero().flatten().tolist():
             here, i = pi[t - 1], int(ids[t])
             gradient = advantage * (torch.nn.functional.one_hot(ids[t], len(here)) - here)
-            token = {"response": (step, row), "id": i, "p": float(here[i]), "A": advantage}
+            token = {"response": (step, row), "text": tokenizer.decode([i]), "p": float(here[i])}
+            token |= {"prompt": tokenizer.decode(ids[: int(mask.nonzero()[0])]), "A": advantage}
             token["norm"] = float(gradient.norm())
             token |= {"entropy": -float(here @ here.log()), "top": here.topk(5)}
             found.append(token | {"mini": row // (len(batch.ids) // 3)})
@@ -84,10 +85,12 @@ def plain_tokens(model, step: int, batch, tau_p: float) -> list[dict]:
 def test_everything_equals_a_plain_second_computation(
     tmp_path, tiny, tokenizer, collected, capsys, monkeypatch
 ):
-    monkeypatch.setattr(tokens, "SHOWN", 6)
+    monkeypatch.setattr(tokens, "SHOWN", 40)
     out = look(tmp_path / "out")
     printed = capsys.readouterr().out
-    truth = [r for step, batch in collected for r in plain_tokens(tiny, step, batch, 0.1)]
+    truth = [
+        r for step, batch in collected for r in plain_tokens(tiny, tokenizer, step, batch, 0.1)
+    ]
     every = sum(int(batch.mask.sum()) for _, batch in collected)
     silenced = [r for r in truth if all(r["low"])]
     assert [step for step, _ in collected] == [1, 2] and len(silenced) > 20
@@ -115,7 +118,7 @@ def test_everything_equals_a_plain_second_computation(
         assert point == pytest.approx(right, rel=1e-3, abs=2e-3)  # float32
     frequent = json.loads((out / "tokens.json").read_text())
     for kind, fate in (("spurious", True), ("exploratory", False)):
-        words = Counter(tokenizer.decode([r["id"]]) for r in truth if r["low"] == (True, fate))
+        words = Counter(r["text"] for r in truth if r["low"] == (True, fate))
         assert frequent[kind] == words and next(iter(frequent[kind].values())) == max(
             words.values()
         )
@@ -126,16 +129,17 @@ def test_everything_equals_a_plain_second_computation(
 
 
 def check_page(text: str, truth: list[dict], tokenizer) -> None:
-    """Each of its responses is one of those sampled, token by token; marked ones come first."""
+    """Its responses are 40 of those sampled, token by token: all marked ones, then others."""
     sampled = {}
     for r in truth:
         sampled.setdefault(r["response"], []).append(r)
-    by_text = {"".join(tokenizer.decode([r["id"]]) for r in rs): rs for rs in sampled.values()}
-    shown = Page(text).responses
-    assert len(shown) == 6 < sum(any(all(r["low"]) for r in rs) for rs in by_text.values())
-    for response in shown:
-        own = by_text["".join(token["text"] for token in response)]
-        assert any(all(r["low"]) for r in own)
+    sampled = {own[0]["prompt"] + "".join(r["text"] for r in own): own for own in sampled.values()}
+    problems = re.findall("<h2>(.*)</h2>", text)
+    shown = []
+    for problem, response in zip(problems, Page(text).responses, strict=True):
+        prompt = re.sub("<.*?>", "", problem) + "\n"
+        own = sampled[prompt + "".join(token["text"] for token in response)]
+        shown.append(own[0]["response"])
         for token, r in zip(response, own, strict=True):
             assert (token["tag"] == "del") == all(r["low"])
             about = token["data-about"].split("\n")
@@ -143,14 +147,18 @@ def check_page(text: str, truth: list[dict], tokenizer) -> None:
             share, word = about[-5].split(maxsplit=1)
             assert float(share) == pytest.approx(float(r["top"].values[0]), rel=0.01)
             assert word.replace("␣", " ") == tokenizer.decode([r["top"].indices[0]])
+    marked = {r["response"] for r in truth if all(r["low"])}
+    assert len(marked) < len(shown) == 40 < len(sampled)
+    first = shown[: len(marked)]
+    assert set(first) == marked and first != sorted(first)
 
 
 @pytest.mark.parametrize("method, fate", [("justrl", "kept"), ("high-entropy", "silenced")])
 def test_a_method_without_an_entropy_threshold_is_split_at_the_quantile(
-    tmp_path, undrawn, tiny, collected, method, fate
+    tmp_path, undrawn, tiny, tokenizer, collected, method, fate
 ):
     out = look(tmp_path / "out", f"--method {method} --batches 1")
-    entropy = sorted(r["entropy"] for r in plain_tokens(tiny, *collected[0], 0.1))
+    entropy = sorted(r["entropy"] for r in plain_tokens(tiny, tokenizer, *collected[0], 0.1))
     low = sum(int(r["tokens"]) for r in read_csv(out / "quadrants.csv") if "low H" in r["quadrant"])
     assert low == pytest.approx(0.8 * len(entropy), abs=1)
     threshold = entropy[low - 1], entropy[low]
@@ -196,12 +204,12 @@ def test_a_long_response_is_cut_around_the_first_silenced(monkeypatch, length, s
     ]
 
 
-def test_thinning_keeps_every_rare_token(tmp_path, undrawn, monkeypatch):
+def test_thinning_keeps_every_rare_token(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "MAX_DRAWN", 160)
     low = torch.arange(900) < 150
     names = ("entropy", "collision", "advantage", "threshold", "norm")
     t = {name: torch.rand(900) for name in names} | {"low_p": low, "low_h": low, "silenced": low}
-    tokens.draw_gradients(t | {"p": torch.where(low, 0.001, 0.5)}, "", 0.002, tmp_path)
+    tokens.draw_gradients(t | {"p": torch.where(low, 0.001, 0.5)}, "$\\frac$", 0.002, tmp_path)
     drawn = [float(row["p"]) for row in read_csv(tmp_path / "gradients.csv")]
     assert drawn.count(0.5) == drawn.index(0.5 if drawn[0] < 0.1 else min(drawn)) == 150  # of 750
 
@@ -210,7 +218,7 @@ def test_frequent_tokens_with_awkward_texts(tmp_path):
     """Ids that are spelt alike count together."""
     ids = torch.tensor([i for i in range(len(AWKWARD)) for _ in range(i + 1)] + [50, 51, 51, 60])
     t = {"id": ids, "low_p": ids < 60, "silenced": ids < 50}
-    tokens.draw_frequent(t, "$x", lambda i: AWKWARD[i] if i < 50 else "Wait", tmp_path)
+    tokens.draw_frequent(t, "$\\frac$", lambda i: AWKWARD[i] if i < 50 else "Wait", tmp_path)
     found = json.loads((tmp_path / "tokens.json").read_text())
     assert found["spurious"] == {token: i + 1 for i, token in enumerate(AWKWARD)}
     assert list(found["spurious"]) == AWKWARD[::-1] and found["exploratory"] == {"Wait": 3}
@@ -322,13 +330,15 @@ def test_the_sampler_is_checked(tmp_path, undrawn, capsys, monkeypatch, gap, z, 
     assert f"sampling_gap {gap:.4g}, sampling_z {z:.4g}\n" in out
 
 
-def test_without_a_right_answer_there_is_nothing_to_draw(tmp_path, capsys):
+def test_without_a_right_answer_there_is_nothing_to_draw(tmp_path, capsys, monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     (tmp_path / "own.py").write_text("def same(response, row):\n    return 1.0\n")
-    small = f"--reward {tmp_path}/own.py:same --batch_size 4 --mini_batch_size 4"
+    small = f"--reward {tmp_path}/own.py:same --batch_size 4 --mini_batch_size 4 --threads 3"
     out = look(tmp_path / "out", small)
     said = capsys.readouterr().out
     assert "accuracy 1, zero_advantage_fraction 1," in said and "nothing to draw" in said
-    assert "silences 0 of " in said and not list(out.iterdir())
+    assert "silences 0 of " in said and not list(out.iterdir()) and threads == [3]
 
 
 @pytest.mark.parametrize("place, ending", [("rollout", 130), ("gradients", 130), ("figures", "")])
@@ -354,7 +364,7 @@ def test_an_interruption_leaves_the_figures_that_there_were(
     else:
         monkeypatch.setattr(tokens, "draw_frequent", fill_disk)
     with pytest.raises(SystemExit) as end:
-        look(out)
+        look(out, "--batches 1")
     assert end.value.code == ending or f"{out} cannot be written" in end.value.code
     assert [path.name for path in out.iterdir()] == ["quadrants.md"]
     assert (out / "quadrants.md").read_text() == "old"
