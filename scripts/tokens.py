@@ -36,7 +36,7 @@ import eval as evaluation
 import stapo
 from rollout import Policy, check_head, to_text
 from support import distributed, progress
-from support.bookkeeping import Parser, Stopped, checkpoints, flag, stop
+from support.bookkeeping import Parser, Stopped, checkpoints, flag, stop, writing
 from support.errors import InputError
 from support.head import float32_logits
 from support.seeds import generator
@@ -264,6 +264,7 @@ def draw_frequent(t: Tokens, label: str, text: Callable[[int], str], out: Path) 
         ax.set_yticks(range(len(top)), names, parse_math=False)
         ax.set(xlabel="tokens", title=f"low p, {treated} ({kind} under S2T)")
         ax.grid(axis="y", visible=False)
+        ax.xaxis.get_major_locator().set_params(integer=True)
     fig.suptitle(label, parse_math=False)
     save(fig, out / "tokens.png")
 
@@ -281,7 +282,7 @@ def draw(
     def text(i: int) -> str:
         return to_text(task.tokenizer, [i])
 
-    with tempfile.TemporaryDirectory(dir=out, prefix=".") as folder:
+    with writing(out), tempfile.TemporaryDirectory(dir=out, prefix=".") as folder:
         made = Path(folder)
         write_quadrants(t, all_tokens, label, cfg.tau_p, below, made)
         draw_gradients(t, label, cfg.tau_p, made)
@@ -300,7 +301,8 @@ def draw(
 def run(cfg: stapo.Config, batches: int, out: Path) -> None:
     """Sample, print, draw. Raises InputError, and Stopped where a stop was asked for."""
     task = stapo.load_task(cfg)
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     model, _ = evaluation.load(cfg.model)  # in bfloat16 on a GPU
     check_head(model)
     stop.listen()

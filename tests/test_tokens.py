@@ -1,6 +1,7 @@
 """tokens.py on the tiny model, against plain forwards and loops; its flags and refusals."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import costs
 import pytest
 import torch
 from conftest import ROOT, TINY, example, run
@@ -284,7 +286,7 @@ def test_an_arguments_file_is_read_over(tmp_path):
         ("@tests/tiny/args --method own", "--method own: not one of"),
         ("@tests/tiny/args --model {here}", "no tokenizer there"),
         ("@tests/tiny/args --data {here}/a.jsonl", "a.jsonl: no such file"),
-        ("@tests/tiny/args --output {here}/run/config.json", "run/config.json"),
+        ("@tests/tiny/args --output {here}/run/config.json", "config.json cannot be written"),
     ],
 )
 def test_a_refusal_is_one_line(tmp_path, capsys, argv, said):
@@ -329,28 +331,31 @@ def test_without_a_right_answer_there_is_nothing_to_draw(tmp_path, capsys):
     assert "silences 0 of " in said and not list(out.iterdir())
 
 
-@pytest.mark.parametrize("place", ["rollout", "gradients", "figures"])
-def test_an_interruption_leaves_the_figures_that_there_were(tmp_path, undrawn, monkeypatch, place):
-    """A stop is found while it samples and reads gradients, Ctrl-C at once while it draws."""
+@pytest.mark.parametrize("place, ending", [("rollout", 130), ("gradients", 130), ("figures", "")])
+def test_an_interruption_leaves_the_figures_that_there_were(
+    tmp_path, undrawn, monkeypatch, place, ending
+):
+    """A stop while it samples or reads gradients, and a full disk while it draws."""
     out, words = tmp_path / "out", tokens.next_words
     out.mkdir()
     (out / "quadrants.md").write_text("old")
+
+    def ask(*_) -> None:
+        tokens.stop.asked = True
+
+    def fill_disk(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr(tokens.stop, "asked", False)
-    ask = lambda *_: setattr(tokens.stop, "asked", True)  # noqa: E731
-    if place == "figures":
-        monkeypatch.setattr(
-            tokens, "draw_frequent", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
-        with pytest.raises(KeyboardInterrupt):
-            look(out)
+    if place == "rollout":
+        monkeypatch.setattr(tokens.stop, "listen", ask)
+    elif place == "gradients":
+        monkeypatch.setattr(tokens, "next_words", lambda *x: (ask(), words(*x))[1])
     else:
-        if place == "rollout":
-            monkeypatch.setattr(tokens.stop, "listen", ask)
-        else:
-            monkeypatch.setattr(tokens, "next_words", lambda *x: (ask(), words(*x))[1])
-        with pytest.raises(SystemExit) as end:
-            look(out)
-        assert end.value.code == 130
+        monkeypatch.setattr(tokens, "draw_frequent", fill_disk)
+    with pytest.raises(SystemExit) as end:
+        look(out)
+    assert end.value.code == ending or f"{out} cannot be written" in end.value.code
     assert [path.name for path in out.iterdir()] == ["quadrants.md"]
     assert (out / "quadrants.md").read_text() == "old"
 
@@ -365,3 +370,11 @@ def test_a_method_of_ones_own_is_looked_at(tmp_path, undrawn, monkeypatch):
     )
     low, *others = read_csv(out / "quadrants.csv")
     assert low["silenced"] == low["tokens"] != "0" and {r["silenced"] for r in others} == {"0"}
+
+
+def test_the_page_counts_what_fits():
+    model = costs.empty_model("14B")
+    weights = 2 * costs.parameters(model)
+    rows = costs.rows_that_fit(model.config, 5120, 80e9 - weights)
+    page = " ".join((ROOT / "docs" / "training.md").read_text().split())
+    assert f"at 14B they take {weights / 1e9:.1f} GB, and on 80 GB {rows} rows of 5,120" in page
