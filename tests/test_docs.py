@@ -90,7 +90,7 @@ def test_the_readmes_map_names_what_there_is():
 def test_files_that_the_pages_name_exist():
     for page in [README, *PAGES, *RECIPES]:
         folders = "docs|recipes|scripts|support|tests"
-        for file in re.findall(rf"(?:{folders})/[\w./-]*\w|\b\w+\.py", page.read_text()):
+        for file in re.findall(rf"(?:{folders})/[\w./-]*\w|\b\w+\.py\b", page.read_text()):
             if file in ("losses.py", "FILE.py", "own.py", "own_mask.py", "stapo_loss.py"):
                 continue  # verl's, and the reader's own
             assert (ROOT / file).exists(), f"{page.name}: {file}"
