@@ -542,7 +542,7 @@ def update(
     ranks the loss and ratio_sums, `grad_norm` before clipping, and `finite`: whether it stepped.
     """
     # FSDP averages gradients over ranks, so a global denominator is divided by their number.
-    denominator = max(counts[METHODS[cfg.method].divides_by], 1) / world_size()
+    denominator = counts[METHODS[cfg.method].divides_by] / world_size()
     trained = (batch.advantages != 0) | with_kl(cfg.method, cfg.beta)  # (B,)
     trained = trained.nonzero().flatten()  # (N,) rows
     lengths = batch.lengths[trained].tolist()
@@ -812,9 +812,7 @@ def load_task(cfg: Config) -> Task:
         raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
     dropped = len(problems) - len(kept)
     progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
-    asked = [problem for problems in suite.values() for problem in problems]
-    prompts = [encode_prompt(tokenizer, problem["problem"], cfg.instruction) for problem in asked]
-    prompts += [problem["prompt_ids"] for problem in kept]
+    prompts = [problem["prompt_ids"] for problem in kept]
     check_length(load_config(cfg.model), prompts, cfg.max_new_tokens, "--max_new_tokens")
     rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
     fingerprints = {"data": f"{len(kept)} problems, {fingerprint(rows)}"}

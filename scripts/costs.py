@@ -198,12 +198,12 @@ ATTENTION_SECONDS = 0.58e-3 / 16000
 PROMPT = 200  # tokens
 SHARE = 0.4  # of a card's peak, in token statistics and in updates
 TRAINED_RIGHT = 0.5  # share of a mini-batch's responses whose statistics are read again
-COSTS = f"""\
-Time is counted, not measured. Assumed are {1e6 * HOST_SECONDS:.0f} microseconds to launch a
-kernel, the published bandwidth of the card, {100 * SHARE:.0f} % of its bfloat16 peak in statistics
-and updates, and log-normal lengths of responses: the median is a fifth of --max_new_tokens, sigma
-is 1. Launches are a guess and decide most: the minutes of sampling grow with them, at most in
-proportion. The hours of a run hold its evaluations; no grading, communication or checkpoints."""
+COSTS = """\
+Time is counted, not measured. Assumed are {:.0f} microseconds to launch a kernel, the published
+bandwidth of the card, {:.0f} % of its bfloat16 peak in statistics and updates, and log-normal
+lengths of responses: the median is a fifth of --max_new_tokens, sigma is 1. Launches are a guess
+and decide most: the minutes of sampling grow with them, at most in proportion. The hours of a run
+hold its evaluations, but no grading, communication or checkpoints."""
 EVALUATION = """\
 eval.py's whole table ({:,} responses, two decodings, no verifier) takes {} hours at 1.7B on one
 H100, {} on eight; at 8B {} and {}."""
@@ -311,8 +311,8 @@ def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
 
 def costs_table() -> str:
     heading = (
-        "run | GPUs | responses x mean tokens | rows | minutes a step: sampling + statistics + "
-        "update | steps | an evaluation: responses, minutes | hours of the run"
+        "run | GPUs | responses x mean tokens (at most) | rows | minutes a step: sampling + "
+        "statistics + update | steps | an evaluation: responses, minutes | hours of the run"
     )
     rows = []
     for run, machines in RUNS.items():
@@ -323,7 +323,8 @@ def costs_table() -> str:
             passes = f"{minutes['sampling']} + {minutes['statistics']} + {minutes['update']}"
             evaluations = f"{found['evaluated']:,}, {minutes['evaluation']}"
             cells = [run, f"{gpus} x {card}"]
-            cells += [f"{cfg.batch_size * cfg.group_size:,} x {found['tokens']:,.0f}"]
+            count, longest = cfg.batch_size * cfg.group_size, cfg.max_new_tokens
+            cells += [f"{count:,} x {found['tokens']:,.0f} ({longest:,})"]
             cells += [f"{found['rows']}", f"{passes} = {minutes['seconds']}", f"{cfg.steps:,}"]
             cells += [evaluations if found["evaluated"] else "none", f"{found['hours']:,.1f}"]
             rows.append(cells)
@@ -348,8 +349,9 @@ def report() -> str:
     cfg = evaluation.Config(model="")
     size = len(cfg.decoding) * evaluation_size(cfg.benchmarks)
     hours = [f"{table_hours(name, gpus):.1f}" for name in ("1.7B", "8B") for gpus in (1, 8)]
-    evaluations = EVALUATION.format(size, *hours)
-    return "\n\n".join([COSTS, costs_table(), evaluations, MEMORY, memory_table()]) + "\n"
+    time = [COSTS.format(1e6 * HOST_SECONDS, 100 * SHARE), costs_table()]
+    time += [EVALUATION.format(size, *hours)]
+    return "\n\n".join([*time, MEMORY, memory_table()]) + "\n"
 
 
 MARKERS = "<!-- written by: python scripts/costs.py --write -->\n", "<!-- until here -->\n"

@@ -3,7 +3,7 @@
     python scripts/make_tiny.py --output tests/tiny
     python scripts/tokens.py @tests/tiny/args    # shows what came out
 
-A Qwen3 of a third of a million parameters is pre-trained on sums like `Q: 7+12-5=?`. What comes out
+A Qwen3 of 379 thousand parameters is pre-trained on sums like `Q: 7+12-5=?`. What comes out
 can work step by step and seldom does, so that reinforcement learning has something to bring out.
 The text of its pre-training does this:
 

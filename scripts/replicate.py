@@ -3,7 +3,7 @@
     python scripts/replicate.py --jobs 2                   # everything: four hours on two cores
     python scripts/replicate.py --only methods --jobs 2    # the reward is right or wrong: under two
     python scripts/replicate.py --only drift --jobs 2      # it says nothing: about two
-    python scripts/replicate.py --short --jobs 2           # two seeds, main rows: half an hour
+    python scripts/replicate.py --short --jobs 2           # two seeds, fewer rows: half an hour
 
 A run is `stapo.py @tests/tiny/args` with other flags: on tests/tiny, on another base model, or from
 the last checkpoint of a finished run. What a run begins from is made first. Runs that are whole are
@@ -472,7 +472,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("runs/replication"))
     parser.add_argument("--only", choices=PARTS, help="one of the two parts")
-    parser.add_argument("--short", action="store_true", help="the main rows alone, two seeds")
+    parser.add_argument("--short", action="store_true", help="two seeds, main rows and controls")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     args = parser.parse_args()
     output = args.output.resolve()

@@ -25,9 +25,8 @@ FILLERS, TAIL = 15, 0.02
 RARE, WRONG = 0.001, 8  # where a rare right option starts, and its wrong ones where it is unsure
 ABLATION = ("STAPO", "JustRL", "FullMask", "random candidates", "highest entropy")
 PAIR, OF_WRONG = ABLATION[:2], "rare tokens of wrong answers"
-KNOBS = [(q, tau_p) for tau_p in (0.0005, 0.002, 0.01) for q in (0.5, 0.75, 0.9)]
-KNOBS.remove((0.75, 0.002))  # the paper's: what follows is STAPO with others
-SWEEP = {f"STAPO, q {q}, tau_p {tau_p}": {"q": q, "tau_p": tau_p} for q, tau_p in KNOBS}
+SWEEP = {f"STAPO, tau_p {tau_p}": {"tau_p": tau_p} for tau_p in (0.0005, 0.01)}  # else 0.002
+SWEEP |= {f"STAPO, q {q}": {"q": q} for q in (0.5, 0.9)}  # else 0.75
 UNSURE = {"right": RARE, "wrong": WRONG}  # many wrong options share the rest: high entropy
 SURE = {"right": RARE, "wrong": 1}  # one wrong option has all the rest: low entropy
 TABLE = {"width": None, "lr": 0.03}

@@ -19,13 +19,16 @@ Right answers that are still refused:
 - the value of a power by its name, AB^2 = 80: x^2 = 80 would be an equation for x;
 - integers with spaced separators, 11, 111, 100, and a number behind a factor, 2 3 and x 3;
 - unions cut in other places, (0, 1] \cup [1, 2) for (0, 2), and x < 0 "and" x > 2 for a union;
-- what is compared as text: |x|, 5 \pmod 7, 0.\overline{3}, 1:2:3, 5 million, r^2_1, 2**3, sums,
-  integrals, set builders, piecewise functions, and paraphrases of text answers;
+- residues that have to be worked out, 12 \pmod 7 for 5 and 2^3 \equiv 1 \pmod 7 for 1, and x = 5
+  for 5 \pmod 7;
+- what is compared as text: |x|, 0.\overline{3}, 1:2:3, 5 million, r^2_1, 2**3, sums, integrals,
+  set builders, piecewise functions, and paraphrases of text answers;
 - irrational numbers beyond about 10^300, and rational ones beyond 4,096 bits.
 Answers that are accepted although they are not the same:
 - units are dropped, not compared: 15 cm^3 counts for 15 cm^2, 5 \text{ PM} for 5 \text{ AM}, and
   \sin 30 for \sin 30^\circ;
-- a base may be left out, 5 for 5_7, as the question names it, and a row counts for a column;
+- a base or a modulus may be left out, 5 for 5_7 and 5 \pmod 7, as the question names it, and a
+  row counts for a column;
 - 3 \approx 2 counts for 3; irrational numbers within TOLERANCE, or within 1e-12 of 0, are equal.
 """
 
@@ -451,24 +454,30 @@ _MEASURED = re.compile(
 
 
 def rounds_to(answer: str, gold: str) -> bool:
-    """Whether a number with more digits than a measured gold answer rounds to it.
+    r"""Whether a number with more digits than a measured gold answer rounds to it.
 
     Minerva's gold answers are rounded results and carry no mark of it but their form: scientific
     notation (4.5e33), or a decimal of three or more significant digits (41.8). Half a unit in the
     last digit of the gold answer is allowed, and at most 1 %: 41.83 counts for 41.8 and 41.9 does
-    not. Integers, short decimals (1.5) and everything else have to be equal.
+    not. Integers, short decimals (1.5) and everything else have to be equal, unless the answer
+    itself gives the gold decimal behind its value: then half a unit is the only limit, and
+    \sqrt{2.5} \approx 1.6 counts for 1.6.
     """
     match = _MEASURED.fullmatch(gold.strip())
     if match is None or len(answer) > MAX_CHARS or len(gold) > 40:
         return False
     digits, exponent = match.groups()
-    if not exponent and ("." not in digits or len(digits.replace(".", "").lstrip("0")) < 3):
+    _, sign, decimal = answer.replace("≈", r"\approx").rpartition(r"\approx")
+    stated = sign and math_equal(decimal, gold)
+    short = len(digits.replace(".", "").lstrip("0")) < 3 and not stated
+    if not exponent and ("." not in digits or short):
         return False
     try:
         target, value = (_Reader(_readings(clean(x))[0], 0).answer() for x in (gold, answer))
         if isinstance(value, _Form) and value.kind == "=" and value.name:
             value = value.parts[1]
         unit = _power(10, int(exponent or 0) - len(digits.partition(".")[2]))
-        return abs(value - target) <= min(unit / 2, abs(target) / 100) and not value.imag
+        slack = unit / 2 if stated else min(unit / 2, abs(target) / 100)
+        return abs(value - target) <= slack and not value.imag
     except _FAILURES:
         return False

@@ -37,7 +37,7 @@ _NO_UNIT += r"|(?:[^{}]*\s)?[-+]?\.?\d|[\W\d_]*\}"  # 5 cm, or no letter at all
 _UNIT = rf"{_COMMAND}(?!(?i:{_NO_UNIT})){_INSIDE}\}}{_POWER}"
 _UNITS = rf"\s*{_UNIT}(?:[\s/*]*{_UNIT})*"
 _AFTER_VALUE = r"(?<=[\w.)}\]!%°])"  # a unit stands behind something
-_NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # and before no factor: 5 ft 6 in is not 5 6
+_NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\(?!approx)[^}]))"  # and before no factor: 5 ft 6 in is not 5 6
 _WORD = rf"\s+(?!(?:and|or|mod|sqrt|{_VALUE_WORDS}|{'|'.join(FUNCTIONS)})\b)[A-Za-z]{{3,}}\b"
 _WORD += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|[kM]?eV|k?Pa|k[JN]|in)\b"
 
@@ -54,6 +54,8 @@ _THOUSANDS = r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*\d{3}(?!\d)
 _WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
 _VALUE_END = r"(?:(?<=[\d})])|(?<=\\pi))"  # the end of a value, not of a name
 _D = r"\s*(?:d|\\partial~)\s*(\\[A-Za-z]+|[A-Za-z])\s*"  # the dy and the dx of dy/dx
+_RESIDUE = r"\A(?:(?!\d)[\w{}]*\s*(?:=|\\equiv~))?(.+?)"  # x \equiv 5 in x \equiv 5 (mod 7)
+_MODULUS = r"\(?\s*(?:\\[bp]?)?mod(?:ulo)?~[\s{]*([\w^]+)[\s})]*\Z"
 _TRAILING = rf"(?<=[\d.)}}%])(?:{_WORD})(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER}\s*$"
 
 # (pattern, replacement, an example, the same example after all rules), applied in order. In a
@@ -74,7 +76,7 @@ RULES = [
     (r"(?<!\\)\\[,;:!> ]|\\q?quad~", " ", r"x\;y\quad z", "x y  z"),
     (r"\\(?:cdot|times|ast)~", "*", r"2 \cdot 3", "2 * 3"),
     (rf"{_AFTER_VALUE}{_UNITS}{_NO_FACTOR}", " ", r"5\,\mathrm{W\,m^{-2}}", "5"),
-    (rf"\A{_UNITS}(?!\s*(?:COMMAND|[,;^]|\Z))", " ", r"\text{Area} = 5", "5"),
+    (rf"\A{_UNITS}(?!\s*(?:=\s*COMMAND\D*\Z|COMMAND|[,;^]|\Z))", " ", r"\text{Area} = 5", "5"),
     (r"TEXT", r" \1 ", r"\text{east}", "east"),
     (r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b", _REALS, r"\mathbb{R}", r"(-∞,∞)"),
     (r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat)~", " ", r"a \vec{v}", "a  {v}"),
@@ -100,6 +102,9 @@ RULES = [
     (r",\s*(?=[,∨])", "", "1, 2, and 3", "1, 2, 3"),
     (_VALUE_END + r"\s*\\approx~(?:\([^()]*\)|[^,;∨])*", "", r"\pi \approx 3.1", r"\pi"),
     (r"\\approx~|\A\\sim~", "=", r"x \approx 3.1", "x = 3.1"),
+    # The modulus becomes a name: 5 counts for 5 mod 7 as it does for x = 5, and 5 mod 8 does not,
+    # as y = 5 does not count for x = 5. A list of residues is one set under its modulus.
+    (_RESIDUE + _MODULUS, r"mod_{\2}=\\{\1\\}", r"5\pmod{7}", r"mod_{7}=\{5\}"),
     (r"\A([^:]+):([^:]+)\Z", r"(\1)/(\2)", "3:2", "(3)/(2)"),
 ]
 # What changes a value and is no name, as in "0 at least": letters times zero would be zero.

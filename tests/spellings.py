@@ -61,6 +61,9 @@ HOSTILE = {
     "definitions": filled("f(x)=x,"),
     "alternatives": filled("x<1 or ", "x<2"),
     "escaped": filled("\\\\"),
+    "spaces before a modulus": "5" + " " * 570 + "mod !",
+    "moduli": filled(r"(5 \pmod "),
+    "rounded large powers": filled("9^", r"9 \approx 123"),
 }
 HOSTILE_RESPONSES = {
     "two million characters": "x" * 2_000_000,
@@ -97,6 +100,15 @@ def thousands(digits: str, comma: str) -> str:
     return re.sub(r"(?<=\d)(?=(?:\d{3})+$)", lambda _: comma, digits)
 
 
+MODULI = (r"\pmod{1000}", r" \bmod 7", " mod 1000", r"\text{ (mod } 7)", r" \pmod p")
+
+
+def rounded(decimal: str, units: Fraction) -> str:
+    """A value and `decimal`, its approximation. They differ by `units` of the last place."""
+    exact = Fraction(decimal) + units / 10 ** len(decimal.partition(".")[2])
+    return rf"\frac{{{exact.numerator}}}{{{exact.denominator}}} \approx {decimal}"
+
+
 def number_spellings(sign: str, digits: str) -> list[str]:
     """An integer or a decimal without exponent."""
     out = [f"{sign}{digits}{unit}" for unit in (r"\text{ units}", r"\ \mathrm{cm}", r"\mbox{ m}^2")]
@@ -107,11 +119,14 @@ def number_spellings(sign: str, digits: str) -> list[str]:
         out += [
             f"{sign}{digits}0",
             rf"{sign}\frac{{{abs(exact.numerator)}}}{{{exact.denominator}}}",
+            rounded(sign + digits, Fraction(2, 5)),
         ]
         out += [sign + digits[1:]] if whole == "0" else []
     else:
         out += [f"{sign}{digits}.0", f"{sign}{digits}.00", rf"\frac{{{sign}{digits}}}{{1}}"]
         out += [rf"{sign}\frac{{{3 * int(digits)}}}{{3}}"]
+        out += [sign + digits + modulus for modulus in MODULI]
+        out += [rf"x \equiv {sign}{digits} (mod 9)"]
         out += [sign + thousands(digits, c) for c in (",", "{,}", r",\!", r"\,")] * (len(whole) > 3)
     return out
 
@@ -235,6 +250,9 @@ def wrong_spellings(gold: str, others: list[str], rng: random.Random) -> list[st
             n = int(bare)
             out += [str(n + d) for d in (-2, -1, 1, 2, 10)] + [f"{n}5", f"{n}.5", f"{n}0", f"7{n}"]
             out += [str(n)[:-1], str(n)[1:], str(n)[::-1], rf"\frac{{{n}}}{{2}}", rf"\sqrt{{{n}}}"]
+            out += [rf"{n + 1} \pmod{{1000}}", rf"{n + 7} \bmod 7", rf"2x \equiv {n} \pmod 7"]
+        elif re.fullmatch(r"[-+]?\d*\.\d+", bare):
+            out += [rounded(bare, Fraction(3, 5)), rounded(bare, Fraction(-7))]
         if value:
             out += [f"-({bare})", rf"2({bare})", rf"{bare} \cdot 10", rf"{bare} \cdot 10^{{-2}}"]
             if abs(value) != 1:

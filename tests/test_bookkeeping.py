@@ -22,8 +22,9 @@ from ranks import begin
 from test_distributed import lines
 
 import eval as evaluation
+import rollout
 import stapo
-from rollout import Policy, check_head, load_problems
+from rollout import Policy, load_policy, load_problems
 from support import bookkeeping, decoding, distributed, progress
 from support.bookkeeping import Stopped
 from support.errors import InputError, RewardError
@@ -427,10 +428,11 @@ def test_a_failing_reward_loses_no_finished_step(own):
 # ---------------------------------------------------------------------------- what is refused
 
 
-def test_a_head_that_does_more_is_refused(random_model):
+def test_a_head_that_does_more_is_refused(random_model, monkeypatch):
     """A scale, a bias or a soft cap, whatever its name: the model's own logits are compared."""
     model = random_model(spread=0.5)
-    check_head(model)
+    monkeypatch.setattr(rollout, "load_model", lambda name: model)
+    load_policy("a model")
     for change in (
         lambda logits: 0.5 * logits,
         lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]),
@@ -438,7 +440,7 @@ def test_a_head_that_does_more_is_refused(random_model):
     ):
         hook = model.lm_head.register_forward_hook(lambda *args, change=change: change(args[-1]))
         with pytest.raises(InputError, match="output head"):
-            check_head(model)
+            load_policy("a model")
         hook.remove()
 
 
@@ -490,7 +492,8 @@ def test_figures_compare_runs_by_the_flags_that_resuming_keeps():
     assert figures.INCIDENTAL == bookkeeping.CHANGEABLE | {"seed", "output", "resume"}
 
 
-def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
+def test_grpo_loads_its_reference_where_there_is_a_kl_term(tmp_path, monkeypatch):
+    """The starting model, also when the run goes on from a checkpoint."""
     loaded, load = [], stapo.load_policy
     monkeypatch.setattr(stapo, "load_policy", lambda *a: (loaded.append(a), load(*a))[1])
     run(tmp_path / "none", "--method grpo --beta 0 --steps 1")
@@ -500,6 +503,8 @@ def test_grpo_without_a_kl_term_loads_no_reference(tmp_path, monkeypatch):
     one, other = (read_rows(tmp_path / name / "metrics.jsonl")[0] for name in ("none", "some"))
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
     assert math.isfinite(one["loss"])
+    stapo.main(f"--resume {tmp_path}/some --steps 2".split())
+    assert [Path(name).name for name, *_ in loaded[3:]] == ["step_000001", "tiny"]
 
 
 def test_the_end_of_a_run_names_problems_and_what_is_missing(capsys):

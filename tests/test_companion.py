@@ -1,9 +1,10 @@
 """The loss in other hands: the examples of docs/using-the-loss.md, run, and compared."""
 
 import json
+import math
 import re
+import shutil
 import subprocess
-import sys
 import types
 
 import pytest
@@ -14,7 +15,7 @@ from reference import drawn
 
 import stapo
 from reward import load_reward
-from stapo import stapo_loss
+from stapo import clipped_loss, spurious_mask, stapo_loss
 from support import distributed
 
 
@@ -109,14 +110,26 @@ def test_two_passes_on_three_ranks(tmp_path):
 
 
 def test_a_mask_of_ones_own(tmp_path, monkeypatch):
-    """The page's file trains, and silences some candidates: those below one nat alone."""
+    """The page's file trains; tokens with p < tau_p are silenced below one nat alone."""
+    seen = []
+
+    def see(batch, stats, choice):
+        low = batch.mask & (batch.advantages[:, None] > 0) & (stats.logp < math.log(0.002))
+        assert torch.equal(choice.keep, batch.mask & ~(low & (stats.entropy < 1.0)))
+        seen.append(choice)
+        return choice
+
     flags = f"""@{TINY}/args --method fixed --model {TINY} --data {TINY}/train.jsonl --steps 1
         --batch_size 32 --mini_batch_size 16 --output {tmp_path}/run"""
-    monkeypatch.setattr(sys, "argv", ["own_mask.py", *flags.split()])
     monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
-    exec(example("own-mask"), {"__name__": "__main__"})
+    exec(example("own-mask"), {"__name__": "own_mask"})
+    fixed = stapo.METHODS["fixed"]
+    choose = lambda *args: see(*args[:2], fixed.choose(*args))  # noqa: E731
+    stapo.METHODS["fixed"] = fixed._replace(choose=choose)
+    stapo.main(flags.split())
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert 3 < line["silenced"] < line["candidates"] - 3 and line["skipped_updates"] == 0
+    assert len(seen) == 2 and 3 < line["silenced"] < line["candidates"] - 3
+    assert line["skipped_updates"] == 0
 
 
 def test_sampler_example(capsys):
@@ -128,16 +141,20 @@ def test_sampler_example(capsys):
     assert capsys.readouterr().out.startswith("gap ")
 
 
-def test_reward_example_and_its_trial(tmp_path, monkeypatch, capsys):
-    """DAPO's strict rule, loaded as --reward loads it, and tried on a row without a model."""
+def test_dapos_rule_by_hand_and_its_trial(tmp_path, monkeypatch, capsys):
+    """The strict rule, loaded as --reward loads it, and the page's trial of it without a model."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(example("reward"))
-    strict = load_reward("own.py:strict")
+    shutil.copytree(ROOT / "scripts", "scripts", ignore=lambda *_: {"__pycache__"})
+    dapo = load_reward("scripts/rewards.py:dapo")
     row = {"question": "6 + 28?", "reward_model": {"ground_truth": "34"}, "level": 3}
-    for right in (r"so \boxed{34}.", r"\boxed{3} no, \boxed{34}" + "x" * 80):
-        assert strict(right, {"row": row}) == 1.0
-    wrong = r"\boxed{34.0}", r"\boxed{34}" + "x" * 100, r"\boxed{34} \boxed{3", "34}", ""
-    assert all(strict(text, {"row": row}) == -1.0 for text in wrong)
+    end = "x" * (100 - len(r"\boxed{34}"))
+    for right in (r"so \boxed{34}.", r"\boxed{3} no, \boxed{34}", r"\boxed{34}" + end):
+        assert dapo(right, {"row": row}) == 1.0
+    wrong = r"\boxed{34.0}", r"\boxed{ 34}", r"\boxed{34}x" + end, r"\boxed{34} \boxed{3", "34}", ""
+    assert all(dapo(text, {"row": row}) == -1.0 for text in wrong)
+    half = {"reward_model": {"ground_truth": r"\frac{1}{2}"}}
+    assert dapo(r"\boxed{\frac{1}{2}}", {"row": half}) == 1.0
+    assert dapo(r"\boxed{\frac{1}{2}+1}", {"row": half}) == -1.0
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
     exec(example("try-reward"), {})
     assert capsys.readouterr().out == f"1.0 {row}\n"
@@ -168,6 +185,22 @@ def test_micro_batches_of_one_response_are_another_objective(capsys):
     tensors = names["tensors"]
     silenced = [int(stapo_loss(*(t[i : i + 1] for t in tensors))[1]["silenced"]) for i in range(3)]
     assert (int(stapo_loss(*tensors)[1]["silenced"]), silenced) == (3, [1, 1, 0])
+
+
+def test_micro_batches_are_checked_against_the_whole():
+    """The page's check passes what is right, and refuses a quantile of each micro-batch."""
+    logp, _, advantages, entropy, mask = whole = drawn(seed=1)
+    rows = torch.arange(len(mask)).split(2)
+    micro_batches = [[tensor[own] for tensor in whole] for own in rows]
+    keep = mask & ~spurious_mask(logp, advantages, entropy, mask, tau_p=0.1)
+    right = [
+        clipped_loss(*tensors[:3], keep[own], num_kept=keep.sum())
+        for tensors, own in zip(micro_batches, rows)
+    ]
+    wrong = [stapo_loss(*tensors, tau_p=0.1, num_kept=keep.sum())[0] for tensors in micro_batches]
+    exec(example("check-whole"), {"tensors": micro_batches, "losses": right})
+    with pytest.raises(AssertionError, match="not close"):
+        exec(example("check-whole"), {"tensors": micro_batches, "losses": wrong})
 
 
 def test_verl_example_is_registered_and_equals_verls_token_mean():

@@ -17,10 +17,11 @@ import stapo
 from support.bookkeeping import CHANGEABLE, parse_flags
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
 RECIPES = sorted((ROOT / "recipes").iterdir())
-# Flags of torchrun, sbatch, pip and of this repository's scripts, as the pages use them.
+# Flags of torchrun, sbatch, docker, pip and of this repository's scripts, as the pages use them.
 OTHER_FLAGS = set("nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout".split())
-OTHER_FLAGS |= set("signal pid help jobs sweep_seeds smooth seeds".split())
+OTHER_FLAGS |= set("signal pid help jobs gpus shm-size ipc extra-index-url".split())
 # TRL's, which tests/test_trl.py runs.
 OTHER_FLAGS |= set("num_processes model_name_or_path output_dir max_steps num_generations".split())
 OTHER_FLAGS |= set("per_device_train_batch_size gradient_accumulation_steps use_peft".split())
@@ -54,7 +55,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
 def test_links_resolve(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("http"):
@@ -65,18 +66,19 @@ def test_links_resolve(page):
         assert not anchor or anchor in anchors(other), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, *PAGES, *RECIPES], ids=lambda page: page.name)
 def test_flags_exist(page):
     known = {field.name for config in (stapo.Config, evaluation.Config) for field in fields(config)}
     mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text()))
     scripts = "".join(file.read_text() for file in (ROOT / "scripts").glob("*.py"))
-    known |= set(re.findall(r'add_argument\("--([\w-]+)"', scripts))
+    found = re.findall(r'add_argument\("--([\w-]+)"|^    (\w+): .* = flag\(', scripts, re.MULTILINE)
+    known |= {name for pair in found for name in pair}
     assert mentioned <= known | OTHER_FLAGS
 
 
 def test_the_readmes_map_names_what_there_is():
     """The functions in its table of the paper's sections, and the tests."""
-    table = (ROOT / "README.md").read_text().partition("## The paper, and where")[2]
+    table = README.read_text().partition("## The paper, and where")[2]
     named = re.findall(r"`(?:stapo\.)?([a-z_0-9]+)`", table.partition("\n\n**")[0])
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     functions = [name for name in named if not name.startswith("test_")]
@@ -86,9 +88,9 @@ def test_the_readmes_map_names_what_there_is():
 
 
 def test_files_that_the_pages_name_exist():
-    for page in [*PAGES, *RECIPES]:
+    for page in [README, *PAGES, *RECIPES]:
         folders = "docs|recipes|scripts|support|tests"
-        for file in re.findall(rf"(?:{folders})/[\w./-]*\w|\b\w+\.py", page.read_text()):
+        for file in re.findall(rf"(?:{folders})/[\w./-]*\w|\b\w+\.py\b", page.read_text()):
             if file in ("losses.py", "FILE.py", "own.py", "own_mask.py", "stapo_loss.py"):
                 continue  # verl's, and the reader's own
             assert (ROOT / file).exists(), f"{page.name}: {file}"

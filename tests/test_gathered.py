@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,13 @@ def fused_norms(model) -> int:
     return sum(type(module) is torch.nn.RMSNorm for module in model.modules())
 
 
-def worker() -> None:
+def worker(folder: Path) -> None:
     """Rollouts from a sharded model, and a gradient after each; the errors are this process's."""
     if "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     distributed.start()
-    tokenizer, plain = rollout.load_tokenizer(TINY), rollout.load_model(TINY)
-    policy = rollout.load_policy(TINY, gradient_checkpointing=True)
+    tokenizer, plain = rollout.load_tokenizer(TINY), rollout.load_model(str(folder))
+    policy = rollout.load_policy(str(folder), gradient_checkpointing=True)
     policy.train()
     ids = torch.arange(20, 60).view(2, 20) + distributed.rank()
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -36,7 +37,9 @@ def worker() -> None:
         for fails in (True, False):
             with contextlib.suppress(InterruptedError), distributed.gathered(policy) as twin:
                 assert twin.device == policy.model.device and twin.dtype == torch.float32
-                assert fused_norms(twin) == fused_norms(policy) > 0  # no rounding apart
+                norms = [fused_norms(model) for model in (twin, policy, plain)]
+                assert norms[0] == norms[1] == norms[2] > 0  # no rounding apart
+                assert rollout.stop_ids(twin, tokenizer) == [0, 3]  # on every rank
                 assert type(twin.lm_head) is type(policy.model.lm_head) is Float32Head
                 options = {"max_new_tokens": 12, "batch_size": 4, "seed": distributed.rank()}
                 ours, theirs = (
@@ -65,5 +68,7 @@ def worker() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_samples_and_gradients_are_those_of_a_whole_model(ranks, tmp_path):
-    codes = launch(worker, ranks, tmp_path / "log")
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
+    codes = launch(worker, ranks, tmp_path / "log", folder)
     assert codes == [0] * ranks, (tmp_path / "log.0").read_text()[-3000:]

@@ -76,6 +76,7 @@ m+n = 20+17 = 37 | 37
 \sin\theta = \frac{3}{5} | \frac35
 x=y=z=3 | x=3, y=3, z=3
 x = \sqrt{2} \approx 1.41 | \sqrt2
+\sqrt{2} \text{ m} \approx 1.41 \text{ m} | \sqrt2
 AB \approx 3.14 | 3.14
 ≈ 3.14 | 3.14
 (1/3, 2/3) \approx (0.33, 0.67) | (1/3, 2/3)
@@ -106,6 +107,15 @@ x \in \mathbb{R} | (-\infty,\infty)
 (52)_8 | 52_8
 \text{Evelyn} | evelyn
 \text{(C)} | C
+\text{MR} = \text{SRMC} | MR=SRMC
+\text{Profit} = \text{Revenue} - \text{Cost} | Profit + Cost = Revenue
+\text{Distance} = \text{5 km} | 5
+735 \pmod{1000} | 735
+5 \ (\text{mod } 7) | 5 \bmod 7
+N \equiv 5 \pmod{10^3} | 5 mod 10^3
+S_{10} ≡ 5 (mod 7) | 5
+n \equiv 1, 3 \pmod 8 | 3, 1
+n \bmod 2 | n \pmod{2}
 \text{north-west} | Northwest
 NO = 4 | 4
 \\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
@@ -220,8 +230,19 @@ x 2 | 2x
 x = \text{5} + 1 | x = 1
 \mbox{ - } 5 | 5
 5 \text{ base } 8 | 40
-5 \pmod 7 | 5 \pmod 8
+5 \pmod 7 | 5 \bmod 8
+x \equiv 1,3 \pmod 7 | 3,1 \pmod 8
 5 \pmod 7 | 35
+12 \pmod 7 | 5
+17 \bmod 5 = 17 | 17
+2x \equiv 4 \pmod 7 | 4
+2 \equiv 5 \pmod 7 | 5
+x \not\equiv 5 \pmod 7 | 5
+n \bmod 2 | n
+n \bmod m | m \bmod n
+\text{MR} = \text{SRMC} | SRMC
+\text{MR} = \text{SRMC} | MR = SRAC
+\text{MR} > \text{SRMC} | MR = SRMC
 1, 2, ... | 1, 2
 3 ] 4 | 3
 5 ? 3 | 3 ? 5
@@ -312,9 +333,12 @@ def test_an_earlier_box_never_counts():
 def test_rounded_gold_answers():
     right = {"41.8": ["41.83", "x = 41.83"], "4.5e33": [r"4.4967 \times 10^{33}"]}
     right |= {"3e8": ["299792458"]}
+    right |= {"1.6": [r"x = \sqrt{2.5} ≈ 1.60", r"\sqrt{2.5} \text{ m} \approx 1.58 \approx 1.6"]}
     wrong = {"41.8": ["41.9", "41.7", "41.8 + 0.01i", r"41.83 \text{ at least}"]}
     wrong |= {"4.5e33": ["4.6e33", "4.5e32"], "326.5": ["327"], "1.5": ["1.50001"]}
-    wrong |= {"1000": ["1001"], r"\frac13": ["0.3334"]}
+    wrong |= {"1000": ["1001"], r"\frac13": ["0.3334"], "37": [r"36.7 \approx 37"]}
+    wrong["1.6"] = [r"\sqrt{2.5}", r"\sqrt{2.5} \approx 1.5", r"1.66 \approx 1.6", r"7 \approx 1.6"]
+    wrong["1.6"] += [r"2, \sqrt{2.5} \approx 1.6", r"x > \sqrt{2.5} \approx 1.6"]
     for table, expected in ((right, True), (wrong, False)):
         for gold, spelt in table.items():
             for answer in spelt:
@@ -364,6 +388,7 @@ FRAGMENTS = r"""
 \frac \sqrt \binom { } ( ) [ ] \{ \} | ^ _ ! , ; = < > + - * / \pm \cup \in \le \log \sin \left
 \right \text{ \begin{pmatrix} \end{pmatrix} & \\ \lfloor \rfloor \lfloor(1,2)\rfloor \infty \pi
 e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √ ² \overline
+\equiv \pmod{7} \text{m}=\text{n}
 \boxed{ \cdot \dot{x} nan np.
 """.split()
 

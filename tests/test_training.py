@@ -310,8 +310,17 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
 def test_three_updates_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
     nan = torch.tensor(math.nan)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: nan)
-    with pytest.raises(SystemExit, match="step 2: three updates"):
-        run(tmp_path / "run")
+    with pytest.raises(SystemExit, match="step 3: three updates"):
+        run(tmp_path / "run", "--steps 4 --mini_batch_size 4")
+
+
+def test_prompts_as_long_as_the_limit_are_kept(tokenizer):
+    problems = [row["problem"] for row in read_rows(TINY / "test.jsonl")]
+    lengths = [len(rollout.encode_prompt(tokenizer, problem, "")) for problem in problems]
+    limit = sorted(lengths)[len(lengths) // 2]
+    flags = {"model": str(TINY), "data": str(TINY / "test.jsonl"), "instruction": ""}
+    task = stapo.load_task(Config(**flags, max_prompt_tokens=limit, max_new_tokens=9))
+    assert len(task.problems) == sum(length <= limit for length in lengths) < len(lengths)
 
 
 def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, monkeypatch):
