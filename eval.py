@@ -581,6 +581,7 @@ def main(argv: list[str] | None = None) -> None:
         parser = Parser(Config, __doc__.split("\n")[0])
         cfg = Config(**vars(parser.parse_args(argv)))
         progress.quiet_libraries()
+        progress.report_device(weights="bfloat16")
         try:
             run(cfg)
         except Stopped:

@@ -903,6 +903,7 @@ def main(argv: list[str] | None = None) -> None:
         progress.quiet_libraries()
         cfg = parse_flags(Config, __doc__.split("\n")[0], argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
+        progress.report_device(weights="float32")
         train(cfg)
 
 

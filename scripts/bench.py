@@ -29,7 +29,7 @@ from costs import log_normal_lengths, qwen3
 
 import rollout
 import stapo
-from support import decoding, distributed
+from support import decoding, distributed, progress
 from support.head import HeadStats, use_float32_head
 from support.norms import fuse_norms
 
@@ -484,7 +484,8 @@ def main() -> None:
     if CUDA:
         distributed.start()
     else:
-        left_out("every CUDA part", "there is no GPU, and nothing below speaks for one")
+        why = "there is no GPU, and nothing below speaks for one"
+        left_out("every CUDA part", why + progress.unused_gpu())
     print("| measured | value |\n|---|---|", flush=True)
     for name in [args.name] if args.name else BENCHES:
         for what, value in measure(name, args.quick):

@@ -34,6 +34,7 @@ from rollout import (
     sample,
 )
 from stapo import clipped_loss, group_advantages, spurious_candidates, spurious_mask
+from support import progress
 
 PROMPTS, GROUP = 64, 8  # of a batch
 LR = 1e-3
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    progress.warn(progress.device_in_words(["CPU, 1 thread"], "float32", "float32"))
     model, tokenizer = load_model(args.model), load_tokenizer(args.model)
     problems = load_problems(str(tiny / "train.jsonl"))
     found = defaultdict(list)  # set -> what one_step measured, for each batch that has such tokens

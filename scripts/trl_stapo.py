@@ -18,17 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
-from trl import (
-    GRPOConfig,
-    GRPOTrainer,
-    ModelConfig,
-    TrlParser,
-    get_peft_config,
-    get_quantization_config,
-)
-from trl.trainer.utils import add_fused_lm_head
+
+try:
+    from accelerate.utils import gather_object
+    from trl import (
+        GRPOConfig,
+        GRPOTrainer,
+        ModelConfig,
+        TrlParser,
+        get_peft_config,
+        get_quantization_config,
+    )
+    from trl.trainer.utils import add_fused_lm_head
+except ImportError as error:
+    if __name__ == "__main__":
+        sys.exit(f"trl_stapo.py: needs TRL ({error}): pip install trl")
+    raise
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from reward import load_reward
@@ -36,6 +42,7 @@ from rollout import INSTRUCTION, encode_prompt, load_problems, load_tokenizer, s
 from stapo import clipped_loss, quantile, spurious_candidates, spurious_mask, stapo_loss
 from support.bookkeeping import flag
 from support.errors import InputError
+from support.progress import device_in_words
 
 # ==================================================================================== the trainer
 
@@ -241,6 +248,13 @@ def plan(config: GRPOConfig) -> str:
     return line
 
 
+def devices(config: GRPOConfig) -> str:
+    """What it runs on, in a line."""
+    name = torch.cuda.get_device_name() if config.device.type == "cuda" else config.device.type
+    computation = "bfloat16" if config.bf16 else "float16" if config.fp16 else "float32"
+    return device_in_words([name] * config.world_size, "float32", computation)
+
+
 def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
     """The trainer that a command line asks for; raises ValueError where it is wrong."""
     parser = TrlParser((Arguments, GRPOConfig, ModelConfig))
@@ -248,7 +262,7 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
     own, config, model = parser.parse_args_and_config(argv)
     check(config, own.tau_p, own.q, {})  # before anything is loaded
     if config.process_index == 0:
-        print(f"trl_stapo.py: {plan(config)}", flush=True)
+        print(f"trl_stapo.py: {plan(config)}\ntrl_stapo.py: {devices(config)}", flush=True)
     tokenizer, reward = load_tokenizer(model.model_name_or_path), load_reward(own.reward)
     problems, rows = load_problems(own.data, whole_rows=bool(own.reward)), []
     for number, problem in enumerate(problems):

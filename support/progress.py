@@ -5,14 +5,20 @@ has a line a minute in its place. Ranks other than 0 say nothing.
 """
 
 import contextlib
+import os
+import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 from transformers.utils import logging
 
+from support import distributed
 from support.distributed import rank
 
 
@@ -49,6 +55,37 @@ def track(items: list, name: str) -> Iterator:
         for item in items:
             yield item
             shown.update()
+
+
+def report_device(weights: str) -> None:
+    """Say on what the ranks compute, all of which call it; weights: their type on a GPU."""
+    name, types = f"CPU, {torch.get_num_threads()} threads", ("float32", "float32")
+    if distributed.device().type == "cuda":
+        name, types = torch.cuda.get_device_name(), (weights, "bfloat16")
+    warn(device_in_words(distributed.all_list(name), *types))
+
+
+def device_in_words(names: list[str], weights: str, computation: str) -> str:
+    """How many of which device, by the name of each process's own, and how precise it is."""
+    devices = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+    return f"{devices}: {weights} weights, computation in {computation}{unused_gpu()}"
+
+
+GPU_SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+
+
+def unused_gpu() -> str:
+    """Where PyTorch has no GPU although the machine has one: what to check; else nothing."""
+    here = shutil.which("nvidia-smi") or any(Path(sign).exists() for sign in GPU_SIGNS)
+    if torch.cuda.is_available() or not here:
+        return ""
+    why = f"look whether nvidia-smi names a driver that is new enough for CUDA {torch.version.cuda}"
+    why += ", and start containers with --gpus all"
+    if torch.version.cuda is None:
+        why = f"PyTorch {torch.__version__} is a build without CUDA, install another"
+    elif "CUDA_VISIBLE_DEVICES" in os.environ:
+        why = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} may hide it, unset that"
+    return f"; the NVIDIA GPU or driver on this machine is not used: {why}"
 
 
 def report_step(line: dict, sample: dict, total: int) -> None:

@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import stapo
 from rollout import Response, TokenStats, load_model, load_tokenizer, pad_batch
 from support import distributed
+from support.progress import unused_gpu
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
@@ -23,6 +24,13 @@ FLAGS = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 
     --mini_batch_size 2 --group_size 4 --max_new_tokens 40 --save_every 0"""
 # The six benchmarks are no part of the repository: the tests that read them skip without this.
 BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Tests for CUDA skip where there is none, and the run is green."""
+    asked = "cuda" in config.option.keyword and "not cuda" not in config.option.keyword
+    if asked and not torch.cuda.is_available():
+        terminalreporter.write_line(f"PyTorch has no CUDA GPU: nothing ran on one{unused_gpu()}")
 
 
 def read_rows(file: Path) -> list[dict]:

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import types
 import weakref
 from pathlib import Path
 
+import conftest
 import figures
 import pytest
 import torch
@@ -455,10 +457,12 @@ def test_a_model_without_layers_cannot_be_sharded():
 
 
 def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, capsys):
-    """No bar, no carriage return: of two steps, two lines; of a phase of 150 s, two."""
+    """No bar, no carriage return: the device, two steps' lines; of a phase of 150 s, two."""
     run(tmp_path / "run")
     out, said = capsys.readouterr()
-    assert [line.split(":")[0] for line in said.split("\n")] == ["step 1 of 2", "step 2 of 2", ""]
+    device, *steps = said.split("\n")
+    assert device.startswith("1 x CPU, 1 threads: float32 weights, computation in float32")
+    assert [line.split(":")[0] for line in steps] == ["step 1 of 2", "step 2 of 2", ""]
     assert "\r" not in said and "--- step 1, " in out
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -466,6 +470,34 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
         now[0] += 10
     said = capsys.readouterr().err.splitlines()
     assert said == ["scoring: 6 of 15 after 1 min", "scoring: 12 of 15 after 2 min"]
+
+
+@pytest.mark.parametrize(
+    "cuda, visible, message",
+    [
+        (None, None, "PyTorch .* is a build without CUDA, install another$"),
+        ("13.0", "", "CUDA_VISIBLE_DEVICES= may hide it, unset that$"),
+        ("13.0", None, "a driver that is new enough for CUDA 13.0, and start containers with "),
+    ],
+)
+def test_a_gpu_that_is_not_used_is_spoken_of(tmp_path, monkeypatch, cuda, visible, message):
+    """With the line of the device; and in pytest's summary, where -k cuda skips and stays green."""
+    summary, report = [], types.SimpleNamespace(write_line=lambda text: summary.append(text))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(progress, "GPU_SIGNS", (str(tmp_path / "driver"),))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for sign, pattern in ((None, "computation in float32$"), ("driver", message)):
+        if sign:
+            (tmp_path / sign).touch()
+        assert re.search(pattern, progress.device_in_words(["CPU"], "float32", "float32"))
+        for asked in ("", "not cuda", "cuda"):
+            option = types.SimpleNamespace(keyword=asked)
+            conftest.pytest_terminal_summary(report, types.SimpleNamespace(option=option))
+    assert len(summary) == 2 and re.search(f"^PyTorch has no CUDA GPU: .*{message}", summary[1])
 
 
 # ------------------------------------------------------------------------------- small things

@@ -1,7 +1,10 @@
 """The house: four files at the top, and support/ that knows none of them."""
 
 import ast
+import runpy
+import sys
 
+import pytest
 from conftest import ROOT
 
 FOUR = {"stapo", "rollout", "reward", "eval"}
@@ -22,3 +25,11 @@ def test_support_imports_none_of_the_four():
 
 def test_the_four_are_all_the_code_at_the_top():
     assert {file.stem for file in ROOT.glob("*.py")} == FOUR
+
+
+@pytest.mark.parametrize("flags", [[], ["--help"]])
+def test_a_script_without_its_library_says_what_to_install(monkeypatch, flags):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.setattr(sys, "argv", ["trl_stapo.py", *flags])
+    with pytest.raises(SystemExit, match=r"^trl_stapo.py: needs TRL \(.*\): pip install trl$"):
+        runpy.run_path(str(ROOT / "scripts" / "trl_stapo.py"), run_name="__main__")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,8 @@ TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batc
     --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
 
 
-def run(flags: str, folder: Path) -> None:
+def run(flags: str, folder: Path) -> str:
+    """What the program says on stderr."""
     program = folder / "program.py"
     program.write_text(f"FLAGS = '''{flags}'''\n{PROGRAM}")
     command = [sys.executable, *([] if REAL else ["tests/pretend_gpu.py"]), str(program)]
@@ -42,6 +44,7 @@ def run(flags: str, folder: Path) -> None:
     options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
     done = subprocess.run(command, timeout=240, **options)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -64,7 +67,9 @@ def test_everything_runs_on_cuda(tmp_path):
         f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {judge} "
         f"--output {tmp_path}/eval",
     ]
-    run("\n".join(lines), tmp_path)
+    said = run("\n".join(lines), tmp_path)
+    weights = re.findall("^1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
+    assert weights == ["float32", "float32", "bfloat16"]
     lines = metrics(output)
     found = [(line["step"], "eval" in line) for line in lines]
     assert found == [(0, True), (1, False), (2, False), (2, True)]

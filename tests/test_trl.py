@@ -377,6 +377,7 @@ def test_the_pages_commands(tmp_path, engine, capsys, flags):
     assert abs(first["sampling_z"]) < 5 and ("sampling_kl" in first) == (flags is EIGHT)
     assert "sampling_gap" not in second  # of the same rollout
     plan = "trl_stapo.py: mini-batches a rollout: 4, responses a mini-batch: 8, processes: 1\n"
+    plan += "trl_stapo.py: 1 x cpu: float32 weights, computation in bfloat16"
     assert plan in capsys.readouterr().out
 
 
