@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
-import torch, eval, stapo
+import torch, eval, stapo, tokens
 from support import distributed
 assert distributed.device().type == "cuda" and not torch.zeros(1).is_cuda
 try:
@@ -29,7 +29,7 @@ except RuntimeError:
     pass
 for line in FLAGS.strip().splitlines():
     program, *flags = line.split()
-    {"stapo": stapo, "eval": eval}[program].main(flags)
+    {"stapo": stapo, "eval": eval, "tokens": tokens}[program].main(flags)
 """
 TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batch_size 1
     --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
@@ -40,7 +40,7 @@ def run(flags: str, folder: Path) -> str:
     program = folder / "program.py"
     program.write_text(f"FLAGS = '''{flags}'''\n{PROGRAM}")
     command = [sys.executable, *([] if REAL else ["tests/pretend_gpu.py"]), str(program)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts", "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
     done = subprocess.run(command, timeout=240, **options)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -52,7 +52,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def test_everything_runs_on_cuda(tmp_path):
-    """A run that is resumed, and evaluated with a verifier."""
+    """A run that is resumed, looked at, and evaluated with a verifier."""
     own = "def letters(response, row):\n    return sum(map(ord, response))\n"
     (tmp_path / "own.py").write_text(own)
     common = " ".join(f"{TINY} --reward {tmp_path}/own.py:letters".split())  # groups that differ
@@ -64,12 +64,14 @@ def test_everything_runs_on_cuda(tmp_path):
     lines = [
         f"{train} --steps 1",
         f"stapo --steps 2 --resume {output}",
+        f"tokens {output} --output {tmp_path}/tokens",
         f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {judge} "
         f"--output {tmp_path}/eval",
     ]
     said = run("\n".join(lines), tmp_path)
     weights = re.findall("^1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
-    assert weights == ["float32", "float32", "bfloat16"]
+    assert weights == ["float32", "float32", "bfloat16", "bfloat16"]
+    assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
     lines = metrics(output)
     found = [(line["step"], "eval" in line) for line in lines]
     assert found == [(0, True), (1, False), (2, False), (2, True)]
