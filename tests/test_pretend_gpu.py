@@ -30,6 +30,8 @@ except RuntimeError:
 for line in FLAGS.strip().splitlines():
     program, *flags = line.split()
     {"stapo": stapo, "eval": eval, "tokens": tokens}[program].main(flags)
+assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+assert not torch.backends.cuda.cudnn_sdp_enabled()
 """
 TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batch_size 1
     --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""

@@ -134,7 +134,10 @@ def test_what_a_bfloat16_model_draws_from_is_a_float32_product(
     A product of bfloat16 factors that is bfloat16, too, would be off by a part in 500.
     """
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
+    if model.lm_head.bias is not None:
+        torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
     model = rollout.load_model(str(tmp_path), torch.bfloat16)  # as on a GPU
     own, drawn, processors = [], [], transformers.LogitsProcessorList
     model.lm_head.register_forward_pre_hook(lambda _, args: own.append(args[0][:, -1]))
@@ -599,6 +602,12 @@ def test_column_layouts(tmp_path, row, answer):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     assert load_problems(str(file)) == [{"problem": "1+1", "answer": answer}]
+
+
+def test_of_rows_with_the_same_problem_the_first_counts(tmp_path):
+    rows = [{"problem": "1+1", "answer": answer} for answer in ("2", "3")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert load_problems(str(tmp_path / "rows.jsonl")) == rows[:1]
 
 
 USER = {"role": "user", "content": "1+1"}
