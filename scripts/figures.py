@@ -4,8 +4,8 @@
     python scripts/figures.py runs/stapo-* runs/justrl-* --smooth 20 # several runs, into figures/
 
 Runs whose flags differ in the seed alone become one line, with a band from the smallest run to the
-largest. metrics.jsonl gives training.png, quantiles.png and evaluation.png. The numbers behind each
-stand beside it, as .csv. scripts/tokens.py draws what a model's tokens look like.
+largest. metrics.jsonl gives training.png, quantiles.png, updates.png and evaluation.png. The
+numbers behind each stand beside it, as .csv. scripts/tokens.py draws a model's tokens.
 """
 
 import argparse
@@ -43,6 +43,12 @@ TRAINING = {
     "sampling_gap": "sampling gap (nats)",
 }
 QUANTILES = {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)}
+UPDATES = {
+    "approx_kl": "approximate KL(π_old‖π_θ) (nats)",
+    "grad_norm": "gradient norm before clipping",
+    "clip_low": "share clipped at 1 − ε_low",
+    "clip_high": "share clipped at 1 + ε_high",
+}
 INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it computes; the seed
     "seed output resume steps save_every save_minutes keep_last eval_every eval_benchmarks "
     "eval_limit eval_samples log_samples rollout_batch_size tokens_per_micro_batch "
@@ -188,7 +194,8 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     names = sorted({key for group in groups for run in group.series for key in run})
     scores = {name: f"{name[5:]} (mean accuracy, %)" for name in names if name.startswith("eval/")}
-    for stem, panels in (("training", TRAINING), ("quantiles", QUANTILES), ("evaluation", scores)):
+    figures = {"training": TRAINING, "quantiles": QUANTILES, "updates": UPDATES}
+    for stem, panels in (figures | {"evaluation": scores}).items():
         draw_curves(stem, panels, groups, window, out)
     print(f"figures in {out}")
 

@@ -16,7 +16,8 @@ import figures  # noqa: E402
 def metrics(step: int, accuracy: float, **more) -> dict:
     row = {"step": step, "accuracy": accuracy, "reward": 2 * accuracy - 1, "entropy": 0.5}
     quantiles = {f"entropy_p{p}": p / 100 for p in (50, 80, 95, 99)}
-    return row | quantiles | {"silenced_fraction": 0.0, "loss": None} | more
+    row |= {"silenced_fraction": 0.0, "loss": None, "approx_kl": 0.1}
+    return row | quantiles | more
 
 
 def write_run(path: Path, rows: list[dict], **flags) -> Path:
@@ -83,7 +84,7 @@ def test_smoothing_is_the_mean_of_the_last_values_and_spares_evaluations(tmp_pat
     assert means == pytest.approx([0.1, 0.15, 0.2, 0.3, 0.4, 0.5])
     scores = read_csv(run / "figures" / "evaluation.csv")
     assert [(row["step"], float(row["mean"])) for row in scores] == [("2", 10.0), ("6", 30.0)]
-    for name in ("training", "quantiles", "evaluation"):
+    for name in ("training", "quantiles", "updates", "evaluation"):
         check_png(run / "figures" / f"{name}.png", "#D55E00")
 
 
