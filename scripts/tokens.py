@@ -335,6 +335,7 @@ def main(argv: list[str] | None = None) -> None:
         progress.quiet_libraries()
         cfg, args = parse(sys.argv[1:] if argv is None else argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
+        progress.report_device(weights="bfloat16")
         try:
             run(cfg, args.batches, Path(args.output))
         except Stopped:
