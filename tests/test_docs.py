@@ -27,7 +27,6 @@ OTHER_FLAGS |= set("num_processes model_name_or_path output_dir max_steps num_ge
 OTHER_FLAGS |= set("per_device_train_batch_size gradient_accumulation_steps use_peft".split())
 OTHER_FLAGS |= set("steps_per_generation max_completion_length use_vllm".split())
 OTHER_FLAGS |= {"vllm_gpu_memory_utilization", "use_cpu", "cpu"}
-OTHER_FLAGS |= {"gpus", "shm-size", "ipc"}  # Docker's
 
 
 def text_of(page: str) -> str:

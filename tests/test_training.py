@@ -1,5 +1,6 @@
 """The update of a mini-batch, and whole runs of stapo.py."""
 
+import contextlib
 import copy
 import json
 import math
@@ -19,6 +20,7 @@ import stapo
 from rollout import Response, TokenStats
 from stapo import Config, micro_batches, update
 from support import bookkeeping
+from support.errors import InputError
 from support.seeds import generator, mix_seed
 
 
@@ -153,6 +155,27 @@ def test_baselines_are_the_table(model, options):
         )
         assert totals["silenced"] == counts["silenced"] > 3
         assert not torch.equal(own.keep, as_stapo.keep)
+
+
+@pytest.mark.parametrize("method", stapo.METHODS)
+def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
+    """The gradient with another value than the default; tau_p changes a metric of all methods."""
+    batch, current = make_mini_batch(model, seed=1)
+    monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS[method])
+    plain = gradient_of(model, batch, current, method=method)[0]
+    others = {"q": 0.2, "quantile_over": "all", "eps_high": 0.05, "beta": 0.5, "tau_p": 0.02}
+    for name, value in others.items():
+        flags = {"method": method, name: value}
+        same = torch.equal(gradient_of(model, batch, current, **flags)[0], plain)
+        of_stapo = name == "quantile_over" and method != "stapo"  # STAPO's alone, by definition
+        refusal = contextlib.nullcontext()
+        if of_stapo or same and name != "tau_p":
+            said = f"--{name} {value}: --method {method} does not read it"
+            refusal = pytest.raises(InputError, match=said)
+        with refusal:
+            stapo.check_flags(Config(**flags))
+        stapo.check_flags(Config(**flags, resume="RUN"))  # a run that has begun goes on
+        stapo.check_flags(Config(**flags | {"method": "own"}))  # may read everything
 
 
 def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
