@@ -59,7 +59,7 @@ def track(items: list, name: str) -> Iterator:
 
 def report_device(weights: str) -> None:
     """Say on what the ranks compute, all of which call it; weights: their type on a GPU."""
-    name, types = f"CPU, {torch.get_num_threads()} threads", ("float32", "float32")
+    name, types = f"CPU (threads: {torch.get_num_threads()})", ("float32", "float32")
     if distributed.device().type == "cuda":
         name, types = torch.cuda.get_device_name(), (weights, "bfloat16")
     warn(device_in_words(distributed.all_list(name), *types))

@@ -141,15 +141,44 @@ def test_samples_are_what_the_model_said(finished):
 # --------------------------------------------------------------------------- saving and stopping
 
 
-@pytest.mark.parametrize("minutes, saved", [("1e-9", [2, 3]), ("60", [3])])
-def test_checkpoints_by_time(tmp_path, monkeypatch, minutes, saved):
-    """Of three steps; and --threads reaches torch."""
-    threads = []
+def test_checkpoints_by_time(tmp_path, monkeypatch):
+    """A step in 25 minutes and a checkpoint an hour: after steps 3 and 6 of seven, and at the end.
+
+    The newest two stay, tied weights are in them once, and --threads reaches torch.
+    """
+    threads, due, now = [], [], [0.0]
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    run(tmp_path / "run", f"--steps 3 --keep_last 2 --save_minutes {minutes} --threads 3")
-    assert threads[-1] == 3
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(bookkeeping, "time", clock)
+    real = bookkeeping.RunFolder.save_is_due
+
+    def save_is_due(folder):
+        now[0] += 25 * 60
+        if real(folder):
+            due.append(folder.step)
+        return folder.step in due
+
+    monkeypatch.setattr(bookkeeping.RunFolder, "save_is_due", save_is_due)
+    run(tmp_path / "run", "--steps 7 --keep_last 2 --save_minutes 60 --threads 3")
+    assert threads[-1] == 3 and due == [3, 6]
     folders = bookkeeping.checkpoints(tmp_path / "run")
-    assert [bookkeeping.step_of(folder) for folder in folders] == saved
+    assert [bookkeeping.step_of(folder) for folder in folders] == [6, 7]
+    assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """The disk is full after half of the text."""
+    file, real = tmp_path / "config.json", Path.write_text
+    bookkeeping.write_whole(file, "the old text")
+
+    def half(path, text, *args):
+        real(path, text[: len(text) // 2], *args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(InputError, match="config.json cannot be written: .*No space left"):
+        bookkeeping.write_whole(file, "the new text")
+    assert file.read_text() == "the old text"
 
 
 def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypatch):

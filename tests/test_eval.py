@@ -329,10 +329,13 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
     assert fake.decoded[-3:] == [(1, 1), (0.6, 0.95), (0, 1)]
     assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
     assert len(fake.asked) == 3 * 12 + 3 and len(rows_of(tmp_path / "out")) == 2 * 12 + 3
-    with pytest.raises(
-        SystemExit, match=r"--output .*out: holds samples drawn with --seed 0, not 5"
+    for name, began, other in (
+        *(("seed", 0, 5), ("max_new_tokens", 20480, 9)),
+        ("instruction", repr(INSTRUCTION), "other words"),
     ):
-        run(tmp_path / "out", *flags, "--seed", 5)
+        held = re.escape(f"holds samples drawn with --{name} {began}, not {other!r}")
+        with pytest.raises(SystemExit, match=f"--output .*out: {held}"):
+            run(tmp_path / "out", *flags, f"--{name}", other)
     file, text = tmp_path / "few.jsonl", (tmp_path / "few.jsonl").read_text()
     others = ["".join(reversed(text.splitlines(True))), text.replace("7", "9")]
     for other in (*others, text.replace("problem 1", "problem 11")):
@@ -474,6 +477,12 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
     assert "| M | training | rule | 20.00 | 20.00 |" in text
     assert "| M | training | rule, then verifier | 40.00 | 40.00 |" in text
     assert text.splitlines()[-1].endswith(" 2 | 2 | 2 | 2 |")
+    plain |= {"truncated_fraction": 0.25, "no_box_fraction": 0.5, "response_length": 12.3}
+    table = evaluation.details_table({evaluation.BENCHMARKS[0]: []}, {"justrl": {"aime24": plain}})
+    names, _, row = (line.strip("| ").split(" | ") for line in table.splitlines())
+    cells = {"decoding": "justrl", "problems x samples": "5 x 2", "mean@N": "20.00 ± 20.00"}
+    cells |= {"tokens": "12.3", "truncated": "25.0%", "no box": "50.0%", "pass@2": "20.00"}
+    assert dict(zip(names, row)) | cells == dict(zip(names, row))
 
 
 # ------------------------------------------------------------------------- real files, tiny model
