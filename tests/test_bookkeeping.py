@@ -490,7 +490,7 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     run(tmp_path / "run")
     out, said = capsys.readouterr()
     device, *steps = said.split("\n")
-    assert device.startswith("1 x CPU, 1 threads: float32 weights, computation in float32")
+    assert device.startswith("1 x CPU (threads: 1): float32 weights, computation in float32")
     assert [line.split(":")[0] for line in steps] == ["step 1 of 2", "step 2 of 2", ""]
     assert "\r" not in said and "--- step 1, " in out
     now = [0.0]

@@ -92,7 +92,7 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     for world in (1, 2):
         codes = launch(train_with_clocks_apart, world, tmp_path / "log", tmp_path / str(world))
         assert codes == [0] * world, (tmp_path / "log.0").read_text()[-3000:]
-    assert "2 x CPU, 1 threads: float32 weights" in (tmp_path / "log.0").read_text()
+    assert "2 x CPU (threads: 1): float32 weights" in (tmp_path / "log.0").read_text()
     one, two = (lines(tmp_path / name) for name in "12")
     assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 2]
     assert "eval" in two[0] and two[0] == one[0]

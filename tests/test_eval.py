@@ -535,7 +535,7 @@ def test_two_ranks_give_what_one_gives(tmp_path):
     for name in ("samples.jsonl", "table.md"):
         assert (output / name).read_bytes() == (held_out / name).read_bytes()
     said = [Path(f"{tmp_path}/log.{rank}").read_text() for rank in (0, 1)]
-    for text in ("| model | decoding |", "2 x CPU, 1 threads: float32 weights"):
+    for text in ("| model | decoding |", "2 x CPU (threads: 1): float32 weights"):
         assert [text in all_of_it for all_of_it in said] == [True, False]
     assert {path.name for path in output.iterdir()} == RESULTS
 
