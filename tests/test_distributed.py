@@ -24,6 +24,7 @@ from ranks import (
 )
 from transformers import AutoTokenizer
 
+import eval as evaluation
 import stapo
 from support import bookkeeping, distributed
 
@@ -126,6 +127,25 @@ def test_ranks_that_do_not_share_the_output_are_one_line(tmp_path, copies, messa
     said = (tmp_path / "log.1").read_text()
     assert re.search(rf"^stapo.py: .*{message} \(rank 1\)$", said, re.MULTILINE), said
     assert "Traceback" not in said
+
+
+def test_an_environment_that_cannot_work_is_one_line(monkeypatch, tmp_path):
+    """A RANK that torchrun has not set; more ranks of a host than it has GPUs. No rank waits."""
+    names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*names, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    lacks = "^eval.py: RANK is in the environment without WORLD_SIZE, LOCAL_RANK, MASTER_PORT: "
+    with pytest.raises(SystemExit, match=lacks):
+        evaluation.main(["--model", str(TINY), "--output", str(tmp_path)])
+    for name in names:
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="^stapo.py: 4 ranks on a host of 2 GPUs: .* 2$"):
+        stapo.main(["@tests/tiny/args"])
 
 
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):
