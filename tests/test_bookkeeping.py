@@ -568,6 +568,17 @@ def test_grpo_loads_its_reference_where_there_is_a_kl_term(tmp_path, monkeypatch
     assert [Path(name).name for name, *_ in loaded[3:]] == ["step_000001", "tiny"]
 
 
+@pytest.mark.parametrize(
+    "gap, z, warned", [(0.01, -9, 1), (-0.01, 9, 1), (0.01, 3, 0), (0.001, 9, 0)]
+)
+def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, monkeypatch, capsys):
+    """Few tokens move the gap, and very many the z."""
+    monkeypatch.setattr(progress, "said", set())
+    for step in (1, 2):
+        progress.check_sampler({"step": step, "sampling_gap": gap, "sampling_z": z})
+    assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
+
+
 def test_the_end_of_a_run_names_problems_and_what_is_missing(capsys):
     """Step 0 had 256 problems, then --eval_limit changed; the last evaluation was cut off."""
     first = {"mean": 10.0, "standard_error": 2.0, "problems": 256, "samples": 4}

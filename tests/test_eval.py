@@ -1,6 +1,7 @@
 """The evaluation: exact scores of a scripted model, interruption, ranks, the verifier, errors."""
 
 import copy
+import gc
 import itertools
 import json
 import math
@@ -416,14 +417,19 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
 
 
 def test_an_evaluation_keeps_no_response_once_its_row_is_written(tmp_path, monkeypatch):
-    made, alive, add = [], [], evaluation.Journal.add
+    """Neither as a Response nor as a row of ids, prompt included."""
+    made, rows, alive, kept, add = [], set(), [], [], evaluation.Journal.add
 
-    def counted(*fields):
-        made.append(weakref.ref(response := Response(*fields)))
+    def counted(prompt, ids, *others):
+        made.append(weakref.ref(response := Response(prompt, ids, *others)))
+        rows.add((*prompt, *ids))
         return response
 
     def adding(*args):
         alive.append(sum(response() is not None for response in made))
+        if len(alive) == 32:
+            lists = [x for x in gc.get_objects() if type(x) is list and 9 < len(x) < 99]
+            kept.extend(x for x in lists if type(x[0]) is type(x[-1]) is int and tuple(x) in rows)
         add(*args)
 
     monkeypatch.setattr(evaluation.rollout, "Response", counted)
@@ -432,6 +438,7 @@ def test_an_evaluation_keeps_no_response_once_its_row_is_written(tmp_path, monke
     flags += ["--model", TINY, "--rollout_batch_size", 4, "--max_new_tokens", 40]
     run(tmp_path / "out", *flags, "--decoding", "training")
     assert len(made) == len(alive) == 32 and max(alive) <= 4  # as many as end between two looks
+    assert len(rows) > 20 and len(kept) <= 4
 
 
 # ------------------------------------------------------------------------------------ the verifier
