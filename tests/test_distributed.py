@@ -93,7 +93,9 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     for world in (1, 2):
         codes = launch(train_with_clocks_apart, world, tmp_path / "log", tmp_path / str(world))
         assert codes == [0] * world, (tmp_path / "log.0").read_text()[-3000:]
-    assert "2 x CPU (threads: 1): float32 weights" in (tmp_path / "log.0").read_text()
+    said, silent = ((tmp_path / f"log.{rank}").read_text() for rank in (0, 1))
+    assert "2 x CPU (threads: 1): float32 weights" in said and "the run is in" in said
+    assert "step 1 of" not in silent and "the run is in" not in silent  # rank 0 speaks for all
     one, two = (lines(tmp_path / name) for name in "12")
     assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 2]
     assert "eval" in two[0] and two[0] == one[0]
