@@ -445,7 +445,7 @@ def missing(response, row):
         ("--batch_size 5", "--mini_batch_size"),
         ("--q 1.5", "--q 1.5"),
         ("--group_size 1", "--group_size"),
-        ("--beta 0.5", "--beta"),
+        ("--beta 0.5", "--beta 0.5: --method stapo does not read it"),
         ("--max_prompt_tokens 1", "--max_prompt_tokens"),
         ("--steps 0", "--steps"),
         ("--lr nan", "--lr"),
