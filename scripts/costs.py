@@ -19,15 +19,16 @@ from typing import NamedTuple
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import eval as evaluation
+import rollout
+import stapo
+from support import distributed
+from support.bookkeeping import parse_flags
+from support.decoding import CHECK_EVERY
+from support.head import HEAD_CHUNKS
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import eval as evaluation  # noqa: E402
-import rollout  # noqa: E402
-import stapo  # noqa: E402
-from support import distributed  # noqa: E402
-from support.bookkeeping import parse_flags  # noqa: E402
-from support.decoding import CHECK_EVERY  # noqa: E402
-from support.head import HEAD_CHUNKS  # noqa: E402
 
 # ---------------------------------------- models
 
@@ -62,11 +63,6 @@ def parameters(model: Qwen3ForCausalLM) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def cache_bytes(config: Qwen3Config) -> int:
-    """Keys and values of one token in all layers, in bfloat16."""
-    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-
-
 # ---------------------------------------- memory: GB on each GPU
 
 
@@ -81,62 +77,52 @@ def layer_bytes_per_token(config: Qwen3Config) -> int:
     return norms + attention + 8 * config.intermediate_size
 
 
-def bytes_per_gpu(
-    model: Qwen3ForCausalLM, gpus: int, micro_tokens: int = stapo.Config.tokens_per_micro_batch
-) -> dict[str, int]:
-    """What stapo.py holds on each GPU under FSDP2, and its two peaks, in bytes.
+def bytes_per_gpu(model: Qwen3ForCausalLM, gpus: int, micro_tokens: int) -> dict[str, float]:
+    """What stapo.py holds on each GPU under FSDP2, in bytes.
 
-    Weights, gradients and AdamW's states are float32 shards (rank 0's, which are never smaller
-    than another's); compute is bfloat16. `update` is the peak of an update with gradient
-    checkpointing and micro-batches of `micro_tokens`; `rollout` is what a rollout holds before
-    its first token: no gradients, and all weights gathered in bfloat16.
+    `states` are the float32 shards of weights, gradients and AdamW's two moments; compute is
+    bfloat16. `update` is the peak of an update with gradient checkpointing; `rollout` is what a
+    rollout holds before its first token: no gradients, and all weights gathered in bfloat16.
     """
-    config, tensors = model.config, list(model.parameters())
+    config, size = model.config, parameters(model)
     words, hidden = config.vocab_size, config.hidden_size
-    shard = sum(math.ceil(len(p) / gpus) * math.prod(p.shape[1:]) for p in tensors)
     layer = parameters(model.base_model.layers[0])
-    root = parameters(model) - config.num_hidden_layers * layer  # embedding, last norm, head
+    root = size - config.num_hidden_layers * layer  # embedding, last norm, head
+    inputs = 2 * config.num_hidden_layers * hidden * micro_tokens  # checkpointing keeps them
+    # the weight's gradient in float32, and beside it a chunk of logits (float32, and bfloat16 for
+    # their gradient) or, in the end, itself in bfloat16; the last states, their gradient
     chunk = HEAD_CHUNKS["cuda"].gradient
-    held = {
-        "weights": 4 * shard,
-        "gradients": 4 * shard,
-        "adamw": 8 * shard + 4 * len(tensors),  # two moments, and a step count for each tensor
-        "gathered": 2 * parameters(model),
-        "inputs": 2 * config.num_hidden_layers * hidden * micro_tokens,  # checkpointing keeps them
-        "layer": micro_tokens * layer_bytes_per_token(config),
-        # the weight's gradient in float32, and beside it a chunk of logits (float32, and bfloat16
-        # for their gradient) or, in the end, itself in bfloat16; the last states, their gradient
-        "head": words * (4 * hidden + max(6 * chunk, 2 * hidden)) + 4 * micro_tokens * hidden,
-    }
-    held["states"] = held["weights"] + held["gradients"] + held["adamw"]
+    head = words * (4 * hidden + max(6 * chunk, 2 * hidden)) + 4 * micro_tokens * hidden
     # The root's bfloat16 weights stay through the update; its gradient does from the head on.
     moments = (
-        held["inputs"] + held["head"],
+        inputs + head,
         # two layers gathered, one layer's gradient in bfloat16 and, to be reduced, in float32
-        held["inputs"] + held["layer"] + 2 * words * hidden + 10 * layer,
+        inputs + micro_tokens * layer_bytes_per_token(config) + 2 * words * hidden + 10 * layer,
         2 * words * hidden + 6 * root,  # the root's gradient is reduced
     )
-    held["update"] = held["states"] + 2 * root + max(moments)
-    held["rollout"] = held["states"] - held["gradients"] + held["gathered"]
-    return held
+    states = 16 * size / gpus
+    return {
+        "states": states,
+        "update": states + 2 * root + max(moments),
+        "rollout": states - 4 * size / gpus + 2 * size,
+    }
 
 
-def rows_that_fit(
-    config: Qwen3Config, length: int, free: float, batch_size: int = 256, top_p: float = 1.0
-) -> int:
+def rows_that_fit(config: Qwen3Config, length: int, free: float) -> int:
     """What rollout.rows_that_fit finds where `free` bytes are left for rows of `length` tokens."""
-    per_row = rollout.bytes_per_row(config, length, 2, top_p)
-    return max(0, min(batch_size, int(0.8 * free / per_row)))
+    return max(0, int(0.8 * free / rollout.bytes_per_row(config, length, 2)))
 
 
 MEMORY = """\
 Memory is counted, not measured, at the default flags: GB (1e9 bytes) on each GPU, and as rows the
 responses decoded at a time at most. A run fits where there is a row and the peak is below 95 % of
 the GPU. --method grpo's second model is not counted."""
-MACHINES = (  # model, GPUs, GB of each
-    *(("0.6B", 1, 24), ("1.7B", 1, 24), ("1.7B", 1, 48), ("1.7B", 1, 80), ("1.7B", 4, 24)),
-    *(("1.7B", 8, 80), ("8B", 8, 80), ("8B", 64, 80), ("14B", 8, 80), ("14B", 64, 80)),
-)
+MACHINES = {  # for each model: GPUs, GB of each
+    "0.6B": [(1, 24)],
+    "1.7B": [(1, 24), (1, 48), (1, 80), (4, 24), (8, 80)],
+    "8B": [(8, 80), (64, 80)],
+    "14B": [(8, 80), (64, 80)],
+}
 
 
 def markdown(heading: str, rows: list[list[str]]) -> str:
@@ -152,22 +138,21 @@ def memory_table() -> str:
         f"cache | rows of {lengths[0]:,} tokens | rows of {lengths[1]:,} tokens"
     )
     rows = []
-    for name, gpus, gb in MACHINES:
+    for name, machines in MACHINES.items():
         model = empty_model(name)
-        held = bytes_per_gpu(model, gpus)
-        free = 1e9 * gb - held["rollout"]
-        cells = [name, f"{gpus} x {gb}"]
-        cells += [f"{held[key] / 1e9:.1f}" for key in ("states", "update", "rollout")]
-        rows.append(cells + [f"{rows_that_fit(model.config, n, free)}" for n in lengths])
+        for gpus, gb in machines:
+            held = bytes_per_gpu(model, gpus, stapo.Config.tokens_per_micro_batch)
+            free = 1e9 * gb - held["rollout"]
+            cells = [f"{held[key] / 1e9:.1f}" for key in ("states", "update", "rollout")]
+            cells += [f"{rows_that_fit(model.config, length, free)}" for length in lengths]
+            rows.append([name, f"{gpus} x {gb}", *cells])
     return markdown(heading, rows)
 
 
 # ---------------------------------------- costs: hours of a run
 
 
-class Card(NamedTuple):
-    """The vendor's figures."""
-
+class Card(NamedTuple):  # the vendor's figures
     gb: int
     flops: float  # a second, bfloat16, dense
     bandwidth: float  # bytes a second
@@ -246,9 +231,10 @@ def step_seconds(model: Qwen3ForCausalLM, card: Card, steps: torch.Tensor) -> to
     launches each kernel. The card reads weights, keys and values.
     """
     rows, longest = steps.double().unbind(1)
-    layers = model.config.num_hidden_layers
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     kernels = KERNELS[0] + KERNELS[1] * layers
-    cache = rows * longest * cache_bytes(model.config) / card.bandwidth
+    per_token = 2 * 2 * layers * heads * model.config.head_dim  # keys and values in bfloat16
+    cache = rows * longest * per_token / card.bandwidth
     attention = torch.maximum(cache, layers * longest * ATTENTION_SECONDS)
     fixed = kernels * KERNEL_SECONDS + 2 * parameters(model) / card.bandwidth
     return (fixed + attention).clamp(min=kernels * HOST_SECONDS)
@@ -278,7 +264,7 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> d
     held = bytes_per_gpu(model, gpus, cfg.tokens_per_micro_batch)
     longest = cfg.max_prompt_tokens + cfg.max_new_tokens
     free = 1e9 * card.gb - held["rollout"]
-    rows = rows_that_fit(model.config, longest, free, cfg.rollout_batch_size)
+    rows = min(cfg.rollout_batch_size, rows_that_fit(model.config, longest, free))
     # A twentieth is left to CUDA itself and to gaps between the allocator's blocks.
     if rows == 0 or held["update"] > 0.95e9 * card.gb:
         raise ValueError(f"{cfg.model} does not fit on {gpus} x {card.gb} GB")
@@ -303,12 +289,6 @@ def cost(cfg: stapo.Config, model: Qwen3ForCausalLM, gpus: int, card: Card) -> d
     return found | {"hours": seconds / 3600}
 
 
-def load_run(run: str) -> tuple[stapo.Config, Qwen3ForCausalLM]:
-    """The flags and the empty model of a run."""
-    cfg = parse_flags(stapo.Config, "", [f"@{ROOT}/recipes/{run}"])
-    return cfg, empty_model(re.search(r"Qwen3-([\d.]+B)", cfg.model)[1])
-
-
 def costs_table() -> str:
     heading = (
         "run | GPUs | responses x mean tokens (at most) | rows | minutes a step: sampling + "
@@ -316,7 +296,8 @@ def costs_table() -> str:
     )
     rows = []
     for run, machines in RUNS.items():
-        cfg, model = load_run(run)
+        cfg = parse_flags(stapo.Config, "", [f"@{ROOT}/recipes/{run}"])
+        model = empty_model(re.search(r"Qwen3-([\d.]+B)", cfg.model)[1])
         for gpus, card in machines:
             found = cost(cfg, model, gpus, CARDS[card])
             minutes = {key: f"{seconds / 60:.1f}" for key, seconds in found.items()}
@@ -336,12 +317,10 @@ def table_hours(name: str, gpus: int) -> float:
     model, card, cfg = empty_model(name), CARDS["H100"], evaluation.Config(model="")
     free = 1e9 * card.gb - 2 * parameters(model)
     longest = stapo.Config.max_prompt_tokens + cfg.max_new_tokens
+    rows = rows_that_fit(model.config, longest, free)
     lengths = response_lengths(evaluation_size(cfg.benchmarks), cfg.max_new_tokens)
-    seconds = 0.0
-    for _, top_p in evaluation.parse_decodings(cfg.decoding).values():
-        rows = rows_that_fit(model.config, longest, free, cfg.rollout_batch_size, top_p)
-        seconds += sampling_seconds(model, card, lengths, rows, gpus)
-    return seconds / 3600
+    seconds = sampling_seconds(model, card, lengths, rows, gpus)
+    return len(cfg.decoding) * seconds / 3600
 
 
 def report() -> str:

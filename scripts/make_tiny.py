@@ -90,11 +90,6 @@ def solution(problem: str, worked: bool, rng: random.Random) -> str:
     return f"{text}So \\boxed{{{total}}}"
 
 
-def document(problem: str, rng: random.Random) -> str:
-    """A problem and a solution of either kind, as the tokenizer is made from."""
-    return f"{problem}\n{solution(problem, rng.random() < WORKED, rng)}"
-
-
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any text has ids. Digits stay single; words of `texts` become tokens."""
     tokenizer = Tokenizer(models.BPE())
@@ -189,19 +184,15 @@ def pretrain(
     ]
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     seen: set[int] = set()
-    bar = tqdm(range(steps), desc="pre-training")
-    for step in bar:
+    for step in tqdm(range(steps), desc="pre-training"):
         ids, labels = batch(tokenizer, printable, held_out, 64, noise, rng)
         seen.update(ids.flatten().tolist())
-        loss = model(ids, labels=labels).loss
-        loss.backward()
+        model(ids, labels=labels).loss.backward()
         scale = min(1, (step + 1) / 20, (steps - step) / (0.6 * steps))
         for optimizer, rate in zip(optimizers, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.step()
             optimizer.zero_grad()
-        if step % 10 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
     # Ids in no text (pad, odd bytes, the head's spare rows) have all moved to one vector, which
     # gives them low logits; going further along it puts them out of the sampler's reach.
     absent = set(range(model.config.vocab_size)) - seen | {tokenizer.pad_token_id}
@@ -222,7 +213,8 @@ def main() -> None:
     distinct = list(dict.fromkeys(problem(rng) for _ in range(5000)))
     rows = [{"problem": q, "answer": answer(q)} for q in distinct[:4256]]
     held_out = {row["problem"] for row in rows[:256]}
-    tokenizer = make_tokenizer([document(q, rng) for q in distinct] + 20 * STRAY)
+    texts = [f"{q}\n{solution(q, rng.random() < WORKED, rng)}" for q in distinct]
+    tokenizer = make_tokenizer(texts + 20 * STRAY)
     model = make_model(tokenizer)
     pretrain(model, tokenizer, held_out, args.steps, args.noise, rng)
     model.save_pretrained(args.output)

@@ -7,8 +7,8 @@
 
 A run is `stapo.py @tests/tiny/args` with other flags: on tests/tiny, on another base model, or from
 the last checkpoint of a finished run. What a run begins from is made first. Runs that are whole are
-not run again, and one that was interrupted begins anew: the same command goes on with what is left,
-and says how much that is. Prints tables of what is whole, and draws replication.png and drift.png.
+not run again, and one that was interrupted begins anew: the same command goes on with what is left.
+Prints tables of what is whole, and draws replication.png and drift.png.
 
 Two controls turn the paper's rule around: they silence rare tokens of wrong answers instead of
 those of right answers, or of both. They are methods that this script adds to those of stapo.py.
@@ -193,8 +193,8 @@ def read_run(folder: Path, steps: int) -> list[dict[str, Any]] | None:
     return lines
 
 
-def train(group: Group, seed: int, output: Path) -> int:
-    """One run from its beginning, evaluated on held-out problems before and after; its steps."""
+def train(group: Group, seed: int, output: Path) -> None:
+    """One run from its beginning, evaluated on held-out problems before and after."""
     base, folder = base_folder(group.base, seed, output), output / f"{group.key}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     program = ["scripts/replicate.py", "control"] if group.name in CONTROLS else ["stapo.py"]
@@ -203,11 +203,8 @@ def train(group: Group, seed: int, output: Path) -> int:
         model, data = base / "checkpoints" / "step_000028", ROOT / "tests/tiny"
     where = ["--model", str(model), "--data", str(data / "train.jsonl"), "--output", str(folder)]
     ends = ["--eval_every", str(group.steps), "--eval_benchmarks", str(data / "test.jsonl")]
-    files = ["--save_every", "0", "--log_samples", "0"]
-    often = ["--steps", str(group.steps), "--seed", str(seed)]
-    flags = group.flags.split()
-    quiet_run([*program, "@tests/tiny/args", *flags, *where, *ends, *files, *often])
-    return group.steps
+    rest = f"--save_every 0 --log_samples 0 --steps {group.steps} --seed {seed}".split()
+    quiet_run([*program, "@tests/tiny/args", *group.flags.split(), *where, *ends, *rest])
 
 
 def run_all(plan: list[Group], output: Path, jobs: int) -> None:
@@ -218,54 +215,42 @@ def run_all(plan: list[Group], output: Path, jobs: int) -> None:
     """
     runs = sorted([(g, seed) for g in plan for seed in g.seeds], key=lambda run: run[1])
     left = [(g, s) for g, s in runs if read_run(output / f"{g.key}-{s}", g.steps) is None]
-    steps = sum(group.steps for group, _ in left)
-    print(f"{len(runs) - len(left)} of {len(runs)} runs are whole, {steps} steps are left")
+    print(f"{len(runs) - len(left)} of {len(runs)} runs are whole")
     bases = {base_folder(g.base, seed, output): (g.base, seed) for g, seed in left}
-    with ThreadPoolExecutor(jobs) as pool, tqdm(total=steps, unit="step") as bar:
+    with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda base: make_base(*base, output), bases.values()))
-        for done in pool.map(lambda run: train(*run, output), left):
-            bar.update(done)
+        trained = pool.map(lambda run: train(*run, output), left)
+        list(tqdm(trained, total=len(left), unit="run"))
 
 
 # ----------------------------------------------------------------------------- numbers and tables
 
 
-class Column(NamedTuple):
-    """Of a table: which number of each run it shows, and how."""
-
-    key: str
-    form: str = ".1f"
-    show: str = "error"  # mean ± standard error; or the "mean" alone, or "each" run
-
-
-ACCURACIES = ("5 to 10", "10 to 20", "last five", "held out")  # over steps, ends included
+# Tables: the columns are numbers of each run, by the name that they have there, with a format. What
+# is shown of them is mean ± standard error; with "mean" the mean alone, with "each" every run's.
+SPANS = ("5 to 10", "10 to 20", "last five", "held out")  # of steps, ends included
 TWENTIES = [f"{first} to {first + 19}" for first in range(1, LONG, 20)]
 LEVELS = {
-    "silenced, %": Column("silenced", ".2f", "mean"),
-    **{f"accuracy, {span}": Column(span) for span in ACCURACIES},
-    "entropy, 10 to 20": Column("entropy", ".3f"),
-    "steps to 80 %": Column("to 80 %", show="mean"),
+    "silenced, %": "mean .2f",
+    **{f"accuracy, {span}": ".1f" for span in SPANS},
+    "entropy, 10 to 20": ".3f",
+    "steps to 80 %": "mean .1f",
 }
-LONGER = {f"accuracy, {steps}": Column(f"accuracy, {steps}") for steps in TWENTIES}
-LONGER |= {f"entropy, {steps}": Column(f"entropy, {steps}", ".3f") for steps in TWENTIES}
-DIFFERENCES = {
-    **{span: Column(f"minus STAPO, {span}", "+.1f") for span in ACCURACIES},
-    "entropy, ratio": Column("entropy, ratio", ".2f", "mean"),
-    "10 to 20, each seed": Column("minus STAPO, 10 to 20", "+.1f", "each"),
-}
+LONGER = {f"accuracy, {steps}": ".1f" for steps in TWENTIES}
+LONGER |= {f"entropy, {steps}": ".3f" for steps in TWENTIES}
+DIFFERENCES = {span: "+.1f" for span in SPANS}
+DIFFERENCES |= {"entropy, ratio": "mean .2f", "10 to 20, each seed": "each +.1f"}
 BY_BASE = {
-    "candidates in its right answers, %": Column("STAPO, candidates", show="mean"),
-    "silenced by STAPO, %": Column("STAPO, silenced", ".2f", "mean"),
-    "STAPO, 10 to 20": Column("STAPO, 10 to 20"),
+    "candidates in its right answers, %": "mean .1f",
+    "silenced by STAPO, %": "mean .2f",
+    "STAPO, 10 to 20": ".1f",
     **DIFFERENCES,
 }
-TIMES = ("start", 40, 80, "end")
-ENTROPIES = {f"entropy, {time}": Column(f"entropy, {time}", ".2f") for time in TIMES}
+ENTROPIES = {f"entropy, {time}": ".2f" for time in ("start", 40, 80, "end")}
 TEXTS = {"rare, %": ".2f", "tokens": ".1f", "cut off, %": ".1f", "no box, %": ".1f"}
 TEXTS |= {"answers": ".0f", "right, %": ".1f"}
-START, END = ({k: Column(f"{k}, {t}", form) for k, form in TEXTS.items()} for t in ("start", "end"))
-EACH = {f"entropy, {t}": Column(f"entropy, {t}", ".2f", "each") for t in ("end", "highest")}
-EACH |= {key: Column(f"{key}, end", ".0f", "each") for key in ("tokens", "no box, %", "right, %")}
+EACH = {"entropy, end": "each .2f", "entropy, highest": "each .2f"}
+EACH |= {key: "each .0f" for key in ("tokens", "no box, %", "right, %")}
 
 Results = dict[str, dict[int, dict[str, Any]]]  # key of a group -> seed -> its numbers
 Curves = dict[str, dict[int, list[dict[str, Any]]]]  # key of a group -> seed -> its steps
@@ -284,39 +269,42 @@ def measure_methods(lines: list[dict], folder: Path) -> dict[str, float | None]:
     right answers in step 1.
     """
     end = len(lines)
-    found = {steps: 100 * mean_of(lines, "accuracy", steps) for steps in ("5 to 10", "10 to 20")}
-    found["last five"] = 100 * mean_of(lines, "accuracy", f"{end - 4} to {end}")
-    found["held out"] = lines[-1]["eval"]["mean"]
-    found["entropy"] = mean_of(lines, "entropy", "10 to 20")
-    found["silenced"] = 100 * mean_of(lines, "silenced_fraction", f"1 to {end}")
-    found["candidates"] = 100 * (lines[0]["low_prob_fraction"] or 0)
-    found["to 80 %"] = next((line["step"] for line in lines if line["accuracy"] >= 0.8), None)
-    for steps in TWENTIES if end == LONG else []:
-        found[f"accuracy, {steps}"] = 100 * mean_of(lines, "accuracy", steps)
-        found[f"entropy, {steps}"] = mean_of(lines, "entropy", steps)
-    return found
+    spans = ["5 to 10", "10 to 20", *(TWENTIES if end == LONG else [])]
+    found = {f"accuracy, {steps}": 100 * mean_of(lines, "accuracy", steps) for steps in spans}
+    found |= {f"entropy, {steps}": mean_of(lines, "entropy", steps) for steps in spans}
+    found["accuracy, last five"] = 100 * mean_of(lines, "accuracy", f"{end - 4} to {end}")
+    found["accuracy, held out"] = lines[-1]["eval"]["mean"]
+    found["silenced, %"] = 100 * mean_of(lines, "silenced_fraction", f"1 to {end}")
+    found["candidates, %"] = 100 * (lines[0]["low_prob_fraction"] or 0)
+    reached = [line["step"] for line in lines if line["accuracy"] >= 0.8]
+    return found | {"steps to 80 %": min(reached, default=None)}
 
 
-def measure_drift(lines: list[dict], folder: Path) -> dict[str, float]:
-    """A run's numbers: entropy in nats, and its texts before the first and after the last step.
+def measure_texts(line: dict, responses: Path) -> dict[str, float]:
+    """From a step and the evaluation beside it.
 
     rare: the share of p < 0.002 among the tokens of the responses with reward +1. The others are
     about the responses to the held-out sums; answers: how many different final answers they give,
     none counted as one.
     """
-    entropies = {line["step"]: line["entropy"] for line in lines}
-    found = {f"entropy, {step}": entropies[step] for step in (40, 80)}
-    found |= {"entropy, highest": max(entropies.values())}
-    for when, step, line in (("start", 0, lines[0]), ("end", len(lines), lines[-1])):
-        found[f"entropy, {when}"] = line["entropy"]
-        found[f"rare, %, {when}"] = 100 * line["low_prob_fraction"]
-        found[f"tokens, {when}"] = line["eval"]["response_length"]
-        found[f"cut off, %, {when}"] = 100 * line["eval"]["truncated_fraction"]
-        found[f"no box, %, {when}"] = 100 * line["eval"]["no_box_fraction"]
-        found[f"right, %, {when}"] = line["eval"]["mean"]
-        file = folder / "evaluations" / f"step_{step:06d}.jsonl"
-        found[f"answers, {when}"] = len({json.loads(row)["answer"] for row in file.open()})
-    return found
+    return {
+        "rare, %": 100 * line["low_prob_fraction"],
+        "tokens": line["eval"]["response_length"],
+        "cut off, %": 100 * line["eval"]["truncated_fraction"],
+        "no box, %": 100 * line["eval"]["no_box_fraction"],
+        "answers": len({json.loads(row)["answer"] for row in responses.open()}),
+        "right, %": line["eval"]["mean"],
+    }
+
+
+def measure_drift(lines: list[dict], folder: Path) -> dict[str, Any]:
+    """A run's numbers: entropy in nats, and of its texts at the end; "before": of those before."""
+    end, folder = len(lines), folder / "evaluations"
+    times = {"start": 1, 40: 40, 80: 80, "end": end}
+    found = {f"entropy, {time}": lines[step - 1]["entropy"] for time, step in times.items()}
+    found["entropy, highest"] = max(line["entropy"] for line in lines)
+    found["before"] = measure_texts(lines[0], folder / "step_000000.jsonl")
+    return found | measure_texts(lines[-1], folder / f"step_{end:06d}.jsonl")
 
 
 def compare(groups: list[Group], found: Results) -> None:
@@ -326,23 +314,27 @@ def compare(groups: list[Group], found: Results) -> None:
         for seed, run in found[group.key].items():
             if group.name != group.reference and seed in references:
                 stapo = references[seed]
-                run |= {f"minus STAPO, {span}": run[span] - stapo[span] for span in ACCURACIES}
-                run["entropy, ratio"] = run["entropy"] / stapo["entropy"]
-                run |= {f"STAPO, {key}": number for key, number in stapo.items()}
+                for span in SPANS:
+                    run[span] = run[f"accuracy, {span}"] - stapo[f"accuracy, {span}"]
+                run["10 to 20, each seed"] = run["10 to 20"]
+                run["entropy, ratio"] = run["entropy, 10 to 20"] / stapo["entropy, 10 to 20"]
+                run["STAPO, 10 to 20"] = stapo["accuracy, 10 to 20"]
+                run["silenced by STAPO, %"] = stapo["silenced, %"]
+                run["candidates in its right answers, %"] = stapo["candidates, %"]
 
 
-def cell(values: list[float], column: Column) -> str:
-    """`7.0 ± 0.3`: a mean and its standard error; or each value."""
-    if column.show == "each":
-        return " ".join(f"{value:{column.form}}" for value in values)
-    text = f"{fmean(values):{column.form}}"
-    if column.show == "error" and len(values) > 1:
-        error = stdev(values) / len(values) ** 0.5
-        text += f" ± {error:{column.form.removeprefix('+')}}"
+def cell(values: list[float], form: str) -> str:
+    """`7.0 ± 0.3`: a mean and its standard error, unless `form` says otherwise."""
+    *show, form = form.split()
+    if show == ["each"]:
+        return " ".join(f"{value:{form}}" for value in values)
+    text = f"{fmean(values):{form}}"
+    if not show and len(values) > 1:
+        text += f" ± {stdev(values) / len(values) ** 0.5:{form.removeprefix('+')}}"
     return text
 
 
-def table(rows: dict[str, dict[int, dict]], columns: dict[str, Column]) -> str:
+def table(rows: dict[str, dict[int, dict]], columns: dict[str, str]) -> str:
     """Rows of runs by seed in Markdown; runs that lack a number of the table have no part in it.
 
     A number that is None in some runs is taken over the others, which are counted.
@@ -350,11 +342,11 @@ def table(rows: dict[str, dict[int, dict]], columns: dict[str, Column]) -> str:
     lines = [["", "runs", *columns], ["---"] * (2 + len(columns))]
     for name, by_seed in rows.items():
         runs = [by_seed[seed] for seed in sorted(by_seed)]
-        runs = [run for run in runs if all(column.key in run for column in columns.values())]
+        runs = [run for run in runs if columns.keys() <= run.keys()]
         row = [name, str(len(runs))]
-        for column in columns.values():
-            values = [run[column.key] for run in runs if run[column.key] is not None]
-            row.append(cell(values, column) if values else "never")
+        for key, form in columns.items():
+            values = [run[key] for run in runs if run[key] is not None]
+            row.append(cell(values, form) if values else "never")
             if 0 < len(values) < len(runs):
                 row[-1] += f" ({len(values)} of {len(runs)} runs)"
         lines += [row] if runs else []
@@ -394,8 +386,8 @@ def draw_methods(groups: list[Group], found: Results, curves: Curves, file: Path
             draw_band(middle, curves[group.key], "entropy", group.name)
         runs = [run for run in found[group.key].values() if "entropy, ratio" in run]
         if group.name == "JustRL" and runs:
-            share = fmean(run["STAPO, silenced"] for run in runs)
-            gains = [-run["minus STAPO, 10 to 20"] for run in runs]
+            share = fmean(run["silenced by STAPO, %"] for run in runs)
+            gains = [-run["10 to 20"] for run in runs]
             error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0
             right.errorbar(share, fmean(gains), yerr=error, fmt="o", color=COLOURS["STAPO"])
             on_its_left = group.base in ("tests/tiny", "another pre-training")  # the next is near
@@ -414,8 +406,8 @@ def draw_methods(groups: list[Group], found: Results, curves: Curves, file: Path
 def report_methods(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
     """The tables and the picture."""
     compare(groups, found)
-    by_base = {group.base: found[group.key] for group in groups if group.name == "JustRL"}
-    by_base = {base: by_base[base] for base in BASES if base in by_base}
+    bases = {group.base: found[group.key] for group in groups if group.name == "JustRL"}
+    by_base = {base: bases[base] for base in BASES if base in bases}
     print(f"\nJustRL on each base model, minus STAPO\n\n{table(by_base, BY_BASE)}")
     whole = [group for group in groups if group.steps == STEPS]
     tiny = {group.name: found[group.key] for group in whole if group.base == "tests/tiny"}
@@ -429,9 +421,9 @@ def report_methods(groups: list[Group], found: Results, curves: Curves, output: 
 def report_drift(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
     """The tables; entropy of the rows with several seeds and, dashed, of the longer pair."""
     rows = {group.name: found[group.key] for group in groups}
-    first = {groups[0].name: found[groups[0].key]}
-    print(f"\nA reward that says nothing\n\n{table(rows, ENTROPIES | END)}")
-    print(f"\nBefore it, in the first row\n\n{table(first, START)}")
+    first = {seed: run["before"] for seed, run in found[groups[0].key].items()}
+    print(f"\nA reward that says nothing\n\n{table(rows, ENTROPIES | TEXTS)}")
+    print(f"\nBefore it, in the first row\n\n{table({groups[0].name: first}, TEXTS)}")
     print(f"\nSeed by seed\n\n{table(rows, EACH)}")
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for group in groups:

@@ -118,12 +118,6 @@ def check_model(trainer: GRPOTrainer) -> None:
         raise InputError(f"dtype: trained weights have to be float32, and some are {trained}")
 
 
-def joined(micro_batches: list[dict]) -> dict[str, torch.Tensor]:
-    """The rows of all micro-batches, under the names that TRL gives them."""
-    names = [name for name, value in micro_batches[0].items() if value.dim() > 0]
-    return {name: torch.cat([batch[name] for batch in micro_batches]) for name in names}
-
-
 class STAPOTrainer(GRPOTrainer):
     """GRPOTrainer with STAPO's loss, exact for any number of micro-batches and ranks.
 
@@ -164,7 +158,8 @@ class STAPOTrainer(GRPOTrainer):
 
         Each micro-batch gets its rows of I as `keep`, and sum I over all ranks as `num_kept`.
         """
-        whole = joined(micro_batches)
+        names = [name for name, value in micro_batches[0].items() if value.dim() > 0]
+        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in names}
         stats = [self.statistics(self.model, batch) for batch in micro_batches]
         logp, entropy = (torch.cat(rows) for rows in zip(*stats))  # (B, T) each, of this rank
         advantages, mask = whole["advantages"], whole["completion_mask"].bool()  # (B,), (B, T)
@@ -279,12 +274,11 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
         texts = [to_text(tokenizer, ids, True) for ids in completion_ids]
         return [reward(text, problems[i]) for text, i in zip(texts, number, strict=True)]
 
-    names = ("dtype", "attn_implementation")
     config.model_init_kwargs = {
         "revision": model.model_revision,
-        **{name: getattr(model, name) for name in names},
-        **(config.model_init_kwargs or {}),
-    }
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    } | (config.model_init_kwargs or {})
     trainer = STAPOTrainer(
         model.model_name_or_path,
         grade,

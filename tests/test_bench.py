@@ -56,25 +56,36 @@ def test_plain_update_is_the_twin_of_update(monkeypatch):
         next(bench.update(quick=True))
 
 
-def test_both_rollouts_obey_the_schedule_and_sample_the_words(model):
-    lengths = [3, 1, 40, 33, 7, 40]
-    prompts = torch.randint(3, 1024, (6, 16))
-    prompts[:, -1] = torch.arange(6, 12)  # the classes 0 to 5
-    tokenizer = bench.word_tokenizer(1024)
+def test_rollouts_obey_the_schedule_and_take_the_steps_that_costs_counts(model):
+    lengths, taken = costs.log_normal_lengths(32, 20, 56, 1.0), []
+    model.register_forward_hook(
+        lambda _model, _args, inputs, _out: taken.append(inputs["input_ids"].shape),
+        with_kwargs=True,
+    )
+    prompts = torch.randint(3, 1024, (32, 16))
+    prompts[:, -1] = torch.arange(32, 64)  # the classes 0 to 31
+    tokenizer, options = bench.word_tokenizer(1024), {"max_new_tokens": 56, "batch_size": 8}
     with bench.schedule(lengths, prompt_width=16):
-        options = {"max_new_tokens": 40, "batch_size": 4}
         drawn = rollout.sample(model, tokenizer, prompts.tolist(), **options)
         ours = [r.ids for r in rollout.in_order(drawn)]
-        plain = bench.plain_sample(model, prompts.tolist(), 40, 4)
-        prompts[:, -1] = bench.SEPARATOR  # by place: all six at a time
-        placed = bench.plain_sample(model, prompts.tolist(), 40, 6)
-        assert model(torch.tensor([[5, 6]]), use_cache=False).logits.isfinite().all()  # no cache
+        decoded = [rows for rows, width in taken if width == 1]
+        plain = bench.plain_sample(model, prompts.tolist(), 56, 8)
+        prompts[:, -1] = bench.SEPARATOR  # by place: all of them at a time
+        placed = bench.plain_sample(model, prompts.tolist(), 56, 32)
+        scored = model(input_ids=torch.tensor([[5, 6]]), use_cache=False)
+    assert scored.logits.isfinite().all()  # without a cache nothing is forbidden
     for rows in (ours, plain, placed):
         assert [len(ids) for ids in rows] == lengths
         assert all(ids[-1] == bench.EOS and bench.EOS not in ids[:-1] for ids in rows)
         for place, ids in enumerate(rows):
-            assert {i % 6 for i in ids[:-1]} <= {place}
-        assert len(set(rows[2])) > 20  # words are sampled, not repeated
+            assert {i % 32 for i in ids[:-1]} <= {place}
+        assert max(len(set(ids)) for ids in rows) > 20  # words are sampled, not repeated
+    steps = costs.rollout_steps(lengths, 8)
+    assert steps[:, 0].repeat_interleave(costs.CHECK_EVERY).tolist() == decoded
+    assert steps[0].tolist() == [8, costs.PROMPT]
+    # a look later the longest has eight tokens more, or has ended
+    more = steps[:, 1].diff()
+    assert ((more == 8) | (more <= 0)).all() and (more == 8).any() and (more < 0).any()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed")
@@ -141,27 +152,19 @@ def test_models_have_the_published_numbers_of_parameters():
         assert costs.parameters(costs.empty_model(name)) == published
 
 
-def test_states_and_cache_are_counted_to_the_byte(model):
+def test_states_are_counted_to_the_byte(model):
+    """Cut over four GPUs; the step count of 4 bytes for each tensor is left out."""
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(2, 1024, (3, 17))
     model(ids, labels=ids).loss.backward()
     optimizer.step()
-    held = costs.bytes_per_gpu(model, gpus=1)
-    assert held["weights"] == total_bytes(model.parameters())
-    assert held["gradients"] == total_bytes(p.grad for p in model.parameters())
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    assert held["adamw"] == total_bytes(moments)
-    cache = model.bfloat16()(ids, use_cache=True).past_key_values
-    held_cache = total_bytes(t for layer in cache.layers for t in (layer.keys, layer.values))
-    assert total_bytes(model.parameters()) == held["gathered"]
-    assert held_cache == 3 * 17 * costs.cache_bytes(model.config)
-
-
-def test_shards_are_counted_to_the_byte(model):
-    """FSDP2 cuts along the first dimension and rank 0 holds the larger part."""
-    for gpus in (3, 8, 64):
-        shard = total_bytes(p.chunk(gpus)[0] for p in model.parameters())
-        assert costs.bytes_per_gpu(model, gpus)["weights"] == shard
+    weights = total_bytes(model.parameters())
+    gradients = total_bytes(p.grad for p in model.parameters())
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
+    held = costs.bytes_per_gpu(model, gpus=4, micro_tokens=64)
+    assert 4 * held["states"] == weights + gradients + total_bytes(moments)
+    gathered = total_bytes(model.bfloat16().parameters())
+    assert held["rollout"] == held["states"] - gradients / 4 + gathered
 
 
 class SavesAsCUDA(torch.autograd.Function):
@@ -191,11 +194,9 @@ def test_what_a_layer_saves_is_counted_to_the_byte(model, monkeypatch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = layer(inputs, position_embeddings=positions)
+        layer(inputs, position_embeddings=positions)
     found = sum(s.nbytes() for pointer, s in saved.items() if pointer not in known)
-    held = costs.bytes_per_gpu(model, 1, micro_tokens=tokens)
-    assert found == held["layer"]
-    assert held["inputs"] == model.config.num_hidden_layers * output.nbytes
+    assert found == tokens * costs.layer_bytes_per_token(model.config)
 
 
 # ---------------------------------------- costs
@@ -207,39 +208,34 @@ def test_lengths_are_log_normal():
     assert lengths[15] == pytest.approx(79 / 1.65, rel=0.05)  # one sigma (0.5) below
 
 
-def test_rollout_steps_are_those_that_a_rollout_takes(model):
-    lengths, taken = costs.log_normal_lengths(32, 20, 56, 1.0), []
-    prompts = torch.randint(3, 1024, (32, 16))
-    prompts[:, -1] = torch.arange(32, 64)
-    model.register_forward_hook(
-        lambda _model, _args, kwargs, _out: taken.append(kwargs["input_ids"].shape),
-        with_kwargs=True,
-    )
-    with bench.schedule(lengths, prompt_width=16):
-        tokenizer, options = bench.word_tokenizer(1024), {"max_new_tokens": 56, "batch_size": 8}
-        list(rollout.sample(model, tokenizer, prompts.tolist(), **options))
-
-    steps = costs.rollout_steps(lengths, 8)
-    decoded = [rows for rows, width in taken if width == 1]
-    assert steps[:, 0].repeat_interleave(costs.CHECK_EVERY).tolist() == decoded
-    assert steps[0].tolist() == [8, costs.PROMPT]
-    # a look later the longest has eight tokens more, or has ended
-    more = steps[:, 1].diff()
-    assert ((more == 8) | (more <= 0)).all() and (more == 8).any() and (more < 0).any()
-
-
 def test_costs_by_hand(monkeypatch):
-    """64 responses on two GPUs that hold all of them, and every row of the simulation is full."""
-    cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=4096)
-    model, size, card = costs.empty_model("1.7B"), 1_720_574_976, costs.Card(80, 1e15, 1e18)
+    """64 responses on two GPUs that hold all of them, and evaluations of 376."""
+    often = {"steps": 80, "eval_every": 40, "eval_benchmarks": ["aime24", "math500"]}
+    often |= {"eval_limit": 64, "eval_samples": 4}
+    sizes = {"batch_size": 8, "mini_batch_size": 2, "group_size": 8, "max_new_tokens": 4096}
+    cfg, size = stapo.Config(**often, **sizes), 1_720_574_976
+    model, card = costs.empty_model("1.7B"), costs.Card(1000, 1e15, 1e18)
     monkeypatch.setattr(costs, "HOST_SECONDS", 1e-3)  # the host decides: 0.829 s a decoding step
-    found = costs.cost(cfg, model, 2, card)
-    lengths = costs.response_lengths(64, 4096)
-    longest = max(costs.CHECK_EVERY * len(costs.rollout_steps(lengths[i::2], 32)) for i in (0, 1))
-    assert found["rows"] == 32 and found["sampling"] == pytest.approx(0.829 * longest)
-    statistics = 2 * size * (sum(lengths) + 200 * 64) / (2 * 0.4 * 1e15)
+
+    def sampling(count):
+        lengths = costs.response_lengths(count, 4096)
+        steps = [len(costs.rollout_steps(lengths[i::2], count)) for i in (0, 1)]
+        return 0.829 * costs.CHECK_EVERY * max(steps), sum(lengths)
+
+    found, (seconds, tokens) = costs.cost(cfg, model, 2, card), sampling(64)
+    assert found["rows"] == 32 and found["sampling"] == pytest.approx(seconds)
+    statistics = 2 * size * (tokens + 200 * 64) / (2 * 0.4 * 1e15)
     assert found["statistics"] == pytest.approx(statistics)
-    assert found["update"] == pytest.approx((8 + 0.5 * 2 * 3 / 4) / 2 * statistics)
+    update = (8 + 0.5 * 2 * 3 / 4) / 2 * statistics
+    assert found["update"] == pytest.approx(update)
+    evaluation = sampling(4 * (30 + 64))[0]
+    assert (found["evaluated"], found["evaluation"]) == (376, pytest.approx(evaluation))
+    hours = (80 * (seconds + statistics + update) + 3 * evaluation) / 3600  # steps 0, 40 and 80
+    assert found["hours"] == pytest.approx(hours)
+    without = costs.cost(replace(cfg, eval_every=0), model, 2, card)
+    assert without["hours"] == pytest.approx(hours - 3 * evaluation / 3600)
+    # the table under one decoding: 32 samples of 100 problems, 4 of 1,446
+    assert costs.evaluation_size(list(costs.PROBLEMS)) == 32 * 100 + 4 * 1446
     with pytest.raises(ValueError, match="does not fit on 1 x 24 GB"):
         costs.cost(cfg, model, 1, costs.CARDS["RTX 4090"])
 
@@ -253,23 +249,6 @@ def test_a_decoding_step_by_hand(monkeypatch):
     for host, expected in ((0.0, of_card), (1e-3, [0.829, 0.829])):
         monkeypatch.setattr(costs, "HOST_SECONDS", host)
         assert costs.step_seconds(model, card, steps).tolist() == pytest.approx(expected)
-
-
-def test_the_hours_of_a_run_hold_its_evaluations(monkeypatch):
-    """At 75 rows and 20 ms a step, 376 responses take at least their tokens' share of the steps."""
-    cfg, model = costs.load_run("qwen3-1.7b-one-80gb")
-    kernels = costs.KERNELS[0] + costs.KERNELS[1] * 28
-    monkeypatch.setattr(costs, "HOST_SECONDS", 0.020 / kernels)
-    found = costs.cost(cfg, model, 1, costs.CARDS["H100"])
-    assert found["evaluated"] == 4 * (30 + 64)
-    least = sum(costs.log_normal_lengths(376, 4096 / 5, 4096, sigma=1.0)) / 75 * 0.020
-    assert least < found["evaluation"] < least + 4096 * 0.020
-    without = costs.cost(replace(cfg, eval_every=0), model, 1, costs.CARDS["H100"])
-    assert (without["evaluated"], without["evaluation"]) == (0, 0)
-    extra = found["hours"] - without["hours"]
-    assert extra == pytest.approx(3 * found["evaluation"] / 3600)  # before step 1, after 40 and 80
-    # the table under one decoding: 32 samples of 100 problems, 4 of 1,446
-    assert costs.evaluation_size(list(costs.PROBLEMS)) == 32 * 100 + 4 * 1446
 
 
 def test_the_page_has_what_the_script_counts(tmp_path):
