@@ -341,7 +341,7 @@ def rollouts(quick: bool) -> Iterator[tuple[str, float]]:
 # ---------------------------------------- step: against TRL's trainer
 
 
-def first_word_is_even(text: str) -> float:
+def first_word_is_even(text: str, _row: dict | None = None) -> float:
     """A reward for both trainers: in `schedule`'s classes it makes half of every group right."""
     return 1.0 if text and int(text.split()[0][1:]) % 2 == 0 else -1.0
 
@@ -410,17 +410,8 @@ def step(quick: bool) -> Iterator[tuple[str, float]]:
     prompts = torch.randint(3, mine.config.vocab_size, (8, 16))
     prompts[:, -1] = SEPARATOR  # the responses of a group share their prompt
     texts = [" ".join(f"w{i}" for i in ids) for ids in prompts.tolist()]
-    problems = [
-        {"problem": text, "answer": "", "prompt_ids": ids}
-        for text, ids in zip(texts, prompts.tolist(), strict=True)
-    ]
-    task = stapo.Task(
-        tokenizer=tokenizer,
-        problems=problems,
-        reward=lambda text, _: first_word_is_even(text),
-        suite={},
-        fingerprints={},
-    )
+    problems = [{"problem": "", "answer": "", "prompt_ids": ids} for ids in prompts.tolist()]
+    task = stapo.Task(tokenizer, problems, first_word_is_even, suite={}, fingerprints={})
     cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
     cfg.tokens_per_micro_batch = 2 * (longest + 16)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, fused=CUDA)

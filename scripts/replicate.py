@@ -62,8 +62,9 @@ class Group(NamedTuple):
     """Runs that differ in their seed alone: a row of the tables."""
 
     name: str
-    flags: str  # of stapo.py, beside those of tests/tiny/args
+    method: str
     seeds: range
+    flags: str = ""  # more of stapo.py's, beside those of tests/tiny/args
     base: str = "tests/tiny"  # what a run begins from: one of BASES or FINISHED
     steps: int = STEPS
     reference: str = "STAPO"  # the row from which it is compared, seed by seed
@@ -74,34 +75,27 @@ class Group(NamedTuple):
         return f"{self.base}-{self.name}".replace("/", "-").replace(" ", "-").replace("%", "pct")
 
 
-MAIN = {
-    "STAPO": "--method stapo",
-    "JustRL": "--method justrl",
-    "FullMask": "--method full-mask",
-}
-OTHERS = {
-    "random candidates": "--method random",
-    "highest entropy": "--method high-entropy",
-    "GRPO": "--method grpo",
-    "20-Entropy": "--method 20-entropy",
-}
-CONTROLS = {"wrong answers instead": "--method wrong-answers", "both": "--method both-answers"}
+# The methods by the names of their rows.
+MAIN = {"STAPO": "stapo", "JustRL": "justrl", "FullMask": "full-mask"}
+OTHERS = {"random candidates": "random", "highest entropy": "high-entropy"}
+OTHERS |= {"GRPO": "grpo", "20-Entropy": "20-entropy"}
+CONTROLS = {"wrong answers instead": "wrong-answers", "both": "both-answers"}
 RATES = {"half the rate": "--lr 1.5e-4", "twice the rate": "--lr 6e-4"}  # of 3e-4
 
 
 def pair(variant: str, flags: str, seeds: range, **where: Any) -> list[Group]:
     """STAPO and JustRL under other conditions than in the main rows."""
     first = f"STAPO, {variant}"
-    rows = {first: MAIN["STAPO"], f"JustRL, {variant}": MAIN["JustRL"]}
-    return [Group(n, f"{m} {flags}", seeds, reference=first, **where) for n, m in rows.items()]
+    rows = {first: "stapo", f"JustRL, {variant}": "justrl"}
+    return [Group(n, m, seeds, flags, reference=first, **where) for n, m in rows.items()]
 
 
 def methods_plan() -> list[Group]:
     """Methods, controls and learning rates on tests/tiny; STAPO and JustRL on other base models."""
     seeds = range(2, 7)  # 0 and 1 chose the settings of tests/tiny
-    plan = [Group(name, flags, seeds) for name, flags in (MAIN | CONTROLS | OTHERS).items()]
+    plan = [Group(name, method, seeds) for name, method in (MAIN | CONTROLS | OTHERS).items()]
     for base in [base for base in BASES if base != "tests/tiny"]:
-        plan += [Group(name, MAIN[name], seeds, base) for name in ("STAPO", "JustRL")]
+        plan += [Group(name, MAIN[name], seeds, base=base) for name in ("STAPO", "JustRL")]
     for rate, flags in RATES.items():
         plan += pair(rate, flags, seeds)
     return plan + pair(f"{LONG} steps", "", seeds[:2], steps=LONG)
@@ -113,13 +107,12 @@ def drift_plan() -> list[Group]:
     nothing = reward + "nine_of_ten"
     five, three, one = range(5, 10), range(5, 8), range(5, 6)
     start, short = ({"base": "STAPO run", "steps": steps} for steps in (DRIFT, SHORT_DRIFT))
-    lower = f"{MAIN['JustRL']} --eps_high 0.2"
     return [
-        Group("STAPO", f"{MAIN['STAPO']} {nothing}", five, **start),
-        Group("JustRL", f"{MAIN['JustRL']} {nothing}", five, **start),
-        Group("JustRL, eps_high 0.2", f"{lower} {nothing}", three, **start),
-        Group("FullMask", f"{MAIN['FullMask']} {nothing}", three, **start),
-        Group("random candidates", f"{OTHERS['random candidates']} {nothing}", three, **start),
+        Group("STAPO", "stapo", five, nothing, **start),
+        Group("JustRL", "justrl", five, nothing, **start),
+        Group("JustRL, eps_high 0.2", "justrl", three, f"--eps_high 0.2 {nothing}", **start),
+        Group("FullMask", "full-mask", three, nothing, **start),
+        Group("random candidates", "random", three, nothing, **start),
         *pair("chance 0.5", reward + "one_of_two", one, **start),
         *pair("from a JustRL run", nothing, one, base="JustRL run", steps=DRIFT),
         *pair("half the rate", f"{nothing} {RATES['half the rate']}", one, **short),
@@ -203,8 +196,9 @@ def train(group: Group, seed: int, output: Path) -> None:
         model, data = base / "checkpoints" / "step_000028", ROOT / "tests/tiny"
     where = ["--model", str(model), "--data", str(data / "train.jsonl"), "--output", str(folder)]
     ends = ["--eval_every", str(group.steps), "--eval_benchmarks", str(data / "test.jsonl")]
+    flags = f"--method {group.method} {group.flags}".split()
     rest = f"--save_every 0 --log_samples 0 --steps {group.steps} --seed {seed}".split()
-    quiet_run([*program, "@tests/tiny/args", *group.flags.split(), *where, *ends, *rest])
+    quiet_run([*program, "@tests/tiny/args", *flags, *where, *ends, *rest])
 
 
 def run_all(plan: list[Group], output: Path, jobs: int) -> None:

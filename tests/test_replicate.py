@@ -82,7 +82,7 @@ def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
 def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(replicate, "quiet_run", commands.append)
-    group = Group("JustRL", "--method justrl --lr 1e-4", range(2, 5), steps=3)
+    group = Group("JustRL", "justrl", range(2, 5), "--lr 1e-4", steps=3)
     write(tmp_path / f"{group.key}-2", [0.1] * 3)
     write(tmp_path / f"{group.key}-3", [0.1] * 2)  # a step is missing
     write(tmp_path / f"{group.key}-4", [0.1] * 3)
@@ -91,7 +91,7 @@ def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatc
     replicate.run_all([group], tmp_path, jobs=1)
     assert "1 of 3 runs are whole" in capsys.readouterr().out
     for seed, command in zip("34", commands, strict=True):
-        assert command[:6] == ["stapo.py", "@tests/tiny/args", *group.flags.split()]
+        assert command[:6] == "stapo.py @tests/tiny/args --method justrl --lr 1e-4".split()
         assert command[-4:] == ["--steps", "3", "--seed", seed]
         assert not (tmp_path / f"{group.key}-{seed}").exists()
 
@@ -127,7 +127,7 @@ def test_every_flag_of_the_plan_is_one_of_stapo(part, monkeypatch):
     plan = replicate.PARTS[part][0]
     assert len({group.key for group in plan}) == len(plan)
     for group in plan:
-        cfg = stapo.parse_flags(stapo.Config, "", group.flags.split())
+        cfg = stapo.parse_flags(stapo.Config, "", ["--method", group.method, *group.flags.split()])
         assert cfg.method in stapo.METHODS
         assert cfg != stapo.Config() or group.name.startswith("STAPO")
         load_reward(cfg.reward)

@@ -18,15 +18,14 @@ import toy  # noqa: E402
 def test_problems_by_hand(right, wrong):
     torch.manual_seed(1)
     prior, answer, usual = toy.problems(64, right, wrong)
-    p = prior.double().exp()
-    for prompt, word in enumerate(answer.tolist()):
-        others = [float(p[prompt, 0, v]) for v in range(64) if v != word]
-        likely = [other for other in others if other > 1e-5]
-        assert float(p[prompt, 0, word]) == pytest.approx(right, rel=1e-3)
-        assert likely == pytest.approx([(1 - right) / wrong] * wrong, rel=1e-3)
-        for filler, word in enumerate(usual[prompt].tolist(), start=1):
-            by_hand = [0.98 + 0.02 / 64 if v == word else 0.02 / 64 for v in range(64)]
-            assert p[prompt, filler].tolist() == pytest.approx(by_hand, rel=1e-3)
+    p, prompts = prior.double().exp(), torch.arange(len(answer))
+    decisions, fillers = p[:, 0], p[:, 1:]
+    assert decisions[prompts, answer].tolist() == pytest.approx([right] * len(prompts), rel=1e-3)
+    decisions[prompts, answer] = 0.0
+    likely = [row[row > 1e-5].tolist() for row in decisions]
+    assert likely == [pytest.approx([(1 - right) / wrong] * wrong, rel=1e-3)] * len(prompts)
+    by_hand = torch.full_like(fillers, 0.02 / 64).scatter(2, usual[:, :, None], 0.98 + 0.02 / 64)
+    torch.testing.assert_close(fillers, by_hand, rtol=1e-3, atol=0)
     assert len(answer.unique()) > 8  # a word that is right in one context is not right in all
 
 

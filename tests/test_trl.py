@@ -78,45 +78,38 @@ def problems(count: int):
     return trl_stapo.Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows])
 
 
-class Watched(TrainerCallback):
-    """Keeps the parameters and gradients before each optimiser step, and its micro-batches."""
-
-    def __init__(self) -> None:
-        self.seen, self.trainer = [], None
-
-    def on_pre_optimizer_step(self, args, state, control, model, **_) -> None:
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        count = args.gradient_accumulation_steps
-        first = state.global_step * count % args.steps_per_generation
-        self.seen.append(
-            types.SimpleNamespace(
-                weights={name: p.detach().clone() for name, p in parameters.items()},
-                gradients={name: p.grad.clone() for name, p in parameters.items()},
-                slices=[dict(x) for x in self.trainer._buffered_inputs[first : first + count]],
-            )
-        )
-
-
 def train(folder, model=None, settings=(), **options):
-    """Four optimiser steps on canned responses: the trainer, with what Watched has `seen`."""
+    """Four optimiser steps on canned responses: the trainer, with what the callback has `seen`."""
+    seen = []
 
     class Canned(trl_stapo.STAPOTrainer):
         def _generate_single_turn(self, prompt_ids, *_):
             return [response(ids, i % GROUP) for i, ids in enumerate(prompt_ids)], None
 
-    watched = Watched()
+    class Watched(TrainerCallback):
+        """Keeps the parameters and gradients before each optimiser step, and its micro-batches."""
+
+        def on_pre_optimizer_step(self, args, state, control, model, **_):
+            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            count = args.gradient_accumulation_steps
+            first = state.global_step * count % args.steps_per_generation
+            update = types.SimpleNamespace()
+            update.weights = {name: p.detach().clone() for name, p in parameters.items()}
+            update.gradients = {name: p.grad.clone() for name, p in parameters.items()}
+            update.slices = [dict(x) for x in trainer._buffered_inputs[first : first + count]]
+            seen.append(update)
+
     trainer = Canned(
         model or load_model(str(TINY)),
         reward,
         config(folder, **options),
         train_dataset=problems(2 * PROMPTS),
         processing_class=load_tokenizer(str(TINY)),
-        callbacks=[watched],
+        callbacks=[Watched()],
         **dict(settings),
     )
-    watched.trainer = trainer
     trainer.train()
-    trainer.seen = watched.seen
+    trainer.seen = seen
     return trainer
 
 
