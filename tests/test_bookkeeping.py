@@ -579,6 +579,14 @@ def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, monkey
     assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
 
 
+@pytest.mark.parametrize("reward, verdict", [(1.0, "right"), (-1.0, "wrong")])
+def test_a_response_is_shown_with_its_verdict(reward, verdict):
+    """Also where all of a group are right, so that A = 0; a long one by its two ends."""
+    sample = {"problem": "1+1", "gold": "2", "response": "a" * 400 + "b" * 400}
+    shown = progress.response_in_words(sample | {"reward": reward, "advantage": 0.0}, 4)
+    assert shown == f"--- step 4, {verdict} (the answer is 2): 1+1\n{'a' * 300} [...] {'b' * 300}"
+
+
 def test_the_end_of_a_run_names_problems_and_what_is_missing(capsys):
     """Step 0 had 256 problems, then --eval_limit changed; the last evaluation was cut off."""
     first = {"mean": 10.0, "standard_error": 2.0, "problems": 256, "samples": 4}
