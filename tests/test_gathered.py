@@ -30,10 +30,8 @@ def worker(folder: Path) -> None:
     if distributed.rank() > 0:
         rollout.load_model = None  # the others are sent their shards
     policy = rollout.load_policy(str(folder), gradient_checkpointing=True)
-    patience = distributed.patient._get_backend(torch.device("cpu")).options._timeout
-    assert (
-        patience == distributed.PATIENCE
-    )  # of the collectives in which one rank waits for another
+    options = distributed.patient._get_backend(torch.device("cpu")).options
+    assert options._timeout == distributed.PATIENCE  # one rank may wait long for another
     policy.train()
     ids = torch.arange(20, 60).view(2, 20) + distributed.rank()
     mask = torch.ones_like(ids, dtype=torch.bool)

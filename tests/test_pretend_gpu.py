@@ -1,6 +1,5 @@
 """Training, resuming, methods and evaluation on a GPU, or on one that is none (pretend_gpu.py)."""
 
-import json
 import os
 import re
 import shutil
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, read_rows
 
-ROOT = Path(__file__).parent.parent
 REAL = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(
     not REAL and (torch.version.cuda is not None or not shutil.which("g++")),
@@ -49,10 +48,6 @@ def run(flags: str, folder: Path) -> str:
     return done.stderr
 
 
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_everything_runs_on_cuda(tmp_path):
     """A run that is resumed, looked at, and evaluated with a verifier."""
     own = "def letters(response, row):\n    return sum(map(ord, response))\n"
@@ -74,7 +69,7 @@ def test_everything_runs_on_cuda(tmp_path):
     weights = re.findall("^1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
     assert weights == ["float32", "float32", "bfloat16", "bfloat16"]
     assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
-    lines = metrics(output)
+    lines = read_rows(output / "metrics.jsonl")
     found = [(line["step"], "eval" in line) for line in lines]
     assert found == [(0, True), (1, False), (2, False), (2, True)]
     steps = [line for line in lines if "eval" not in line]
@@ -87,7 +82,7 @@ def test_everything_runs_on_cuda(tmp_path):
 def test_the_main_job_on_cuda(tmp_path):
     """Two steps of 512 responses each: what samples is what scores, and weights move."""
     run(f"stapo @tests/tiny/args --steps 2 --output {tmp_path}/run", tmp_path)
-    for line in metrics(tmp_path / "run"):
+    for line in read_rows(tmp_path / "run" / "metrics.jsonl"):
         print(f"\n{line}")
         assert abs(line["sampling_z"]) < 6 and line["grad_norm"] > 0
         assert abs(line["ratio_mean"] - 1) < 0.05 and line["skipped_updates"] == 0
