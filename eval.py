@@ -239,7 +239,7 @@ def fill(
     prompt_of: Callable[[Key], list[int]],
     row_of: Callable[[Key, Response], dict],
     seed: int = 0,
-    limit: str = "--max_new_tokens",
+    length_flag: str = "--max_new_tokens",
     **options: Any,
 ) -> None:
     """Sample a response for every key that has no row, a share on each rank.
@@ -247,12 +247,12 @@ def fill(
     prompt_of(key): token ids. row_of(key, response): what the journal keeps. options: those of
     rollout.sample. A response depends on its key and the flags alone, so that neither the number of
     ranks nor an interruption changes it. Raises Stopped on every rank where a stop was asked for,
-    and InputError, naming `limit`, where a response can outgrow the model.
+    and InputError, naming length_flag, where a response can outgrow the model.
     """
     share = journal.missing(keys)[rank() :: world_size()]
     prompts = [prompt_of(key) for key in share]
     seeds = [mix_seed(seed, *key) for key in share]
-    rollout.check_length(model.config, prompts, options["max_new_tokens"], limit)
+    rollout.check_length(model.config, prompts, options["max_new_tokens"], length_flag)
     for ended in stop.together(rollout.sample(model, tokenizer, prompts, seed=seeds, **options)):
         for place, response in ended:
             journal.add(share[place], row_of(share[place], response))
@@ -382,7 +382,7 @@ def verify(
 
     refused = [key for key, row in samples.items() if not row["correct"]]
     options = {"max_new_tokens": 16, "temperature": 0, "batch_size": batch_size}
-    options |= {"limit": f"--verifier {model.name_or_path}, max_new_tokens"}
+    options |= {"length_flag": f"--verifier {model.name_or_path}, max_new_tokens"}
     fill(verdicts, refused, model, tokenizer, prompt_of, row_of, progress="verdicts", **options)
 
 
@@ -497,13 +497,13 @@ def file_name(model: str) -> str:
 def weights_of(name: str) -> str:
     """What tells a model's weights from others under its name: the same for a copied folder.
 
-    Of a folder a hash over its weight files, of a Hub id the commit that is in the cache.
+    Of a folder a hash over its files, of a Hub id the commit that is in the cache.
     """
     rollout.load_config(name)  # puts it into the cache; raises InputError
     folder = Path(name)
     if folder.is_dir():
-        files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-        return f"weights {fingerprint([file_fingerprint(file) for file in files])}"
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        return fingerprint([[file.name, file_fingerprint(file)] for file in files])
     found = try_to_load_from_cache(name, "config.json")
     return f"{name}, commit {Path(found).parent.name}" if isinstance(found, str) else name
 
@@ -515,7 +515,7 @@ def open_output(cfg: Config) -> Path:
     if rank() > 0:
         return folder
     names = ("max_new_tokens", "seed", "instruction")
-    flags = {"model": weights_of(cfg.model)} | {name: getattr(cfg, name) for name in names}
+    flags = {name: getattr(cfg, name) for name in names} | {"weights": weights_of(cfg.model)}
     path = folder / "settings.json"
     if not any(file.stat().st_size > 0 for file in folder.glob("*.jsonl")):
         write_whole(path, json.dumps(flags, indent=2) + "\n")
@@ -525,8 +525,9 @@ def open_output(cfg: Config) -> Path:
         raise InputError(f"--output {folder}: {error}; name another directory") from error
     for name, value in flags.items():
         if held.get(name) != value:
-            was = f"samples drawn with --{name} {held.get(name)!r}, not {value!r}"
-            raise InputError(f"--output {folder}: holds {was}; name another directory")
+            was = f"drawn with --{name} {held.get(name)!r}, not {value!r}"
+            was = f"of other weights than --model {cfg.model}" if name == "weights" else was
+            raise InputError(f"--output {folder}: holds samples {was}; name another directory")
     return folder
 
 

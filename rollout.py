@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -282,9 +283,10 @@ def cell_text(value: Any) -> str:
     """Text or a finite number as text, a flat list of them with commas; "" of anything else."""
     items = value if isinstance(value, list) else [value]
     for item in items:
-        if not isinstance(item, str) and not (type(item) in (int, float) and abs(item) < math.inf):
+        number = type(item) is int or type(item) in (float, Decimal) and math.isfinite(item)
+        if not (number or isinstance(item, str)):
             return ""
-    return ", ".join(map(str, items)).strip()
+    return ", ".join(filter(None, map(str, items))).strip()
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: str, instruction: str = INSTRUCTION) -> list[int]:
@@ -352,7 +354,7 @@ def sample(
     bar = progress_bar(len(prompts), progress)
     with contextlib.closing(bar), contextlib.closing(drawn):
         for ended in in_evaluation_mode(model, drawn):
-            bar.update(len(ended))  # with 0, too: a log gets its line a minute
+            bar.update(len(ended))  # also where none has: a log gets its line a minute
             yield [
                 (i, Response(prompts[i], ids, ids[-1] not in stops, to_text(tokenizer, ids, True)))
                 for i, ids in ended.items()
@@ -372,7 +374,7 @@ def in_order(drawn: Iterator[list[tuple[int, Response]]]) -> list[Response]:
 def sampling_config(
     temperature: float, top_p: float, max_new_tokens: int, stops: list[int], pad: int
 ) -> GenerationConfig:
-    """Every field is named.
+    """A configuration in which every field is named.
 
     Those that a call leaves unset come from the model's generation_config (Qwen3 ships top_k 20,
     top_p 0.95) or are transformers' own (top_k 50).
@@ -418,8 +420,8 @@ def generate_in_batches(
 ) -> Iterator[dict[int, list[int]]]:
     """decoding_loop's part for a model whose cache has no slots, by plain `generate`.
 
-    A batch is yielded as a whole. Otherwise a stop would leave its short responses, the long ones
-    would be drawn again with another seed, and responses would come out too short.
+    A batch is yielded as a whole. If a stop kept its short responses alone, the long ones would be
+    drawn again, with another seed, and on average responses would be too short.
     """
     name = type(model).__name__
     if first_time(name):
@@ -433,17 +435,19 @@ def generate_in_batches(
 
 
 def in_evaluation_mode(model: Model, work: Iterator) -> Iterator:
-    """Its items, each made while the model is in evaluation mode.
+    """The items of `work`, each made while the model is in evaluation mode.
 
     Gradient checkpointing, active in training mode, would turn the cache off.
     """
     while True:
         training = model.training
-        model.eval()
+        if training:
+            model.eval()
         try:
             item = next(work, None)
         finally:
-            model.train(training)
+            if training:
+                model.train()
         if item is None:
             return
         yield item

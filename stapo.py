@@ -18,13 +18,13 @@ Algorithm 1 of the paper, and the function that does each of its lines:
 The path of one response: `collect` samples it, rewards it, compares it with its group and reads p
 and H of its tokens under pi_old, all into a row of a Batch. In `train` its mini-batch takes p and H
 from there if it is the first of the step, as pi_theta still is pi_old, and from `statistics_pass`
-if it is a later one. Both ask `response_stats`, which asks `Policy.forward` for each micro-batch
-(rollout.py has the two), and that ends in `HeadStats` (support/head.py): four names from the loop
-to a probability. `silence_spurious` decides with `spurious_mask` which of its tokens count, tau_h
-being a quantile over all ranks. `update` forwards it in a micro-batch, through the same policy and
-head, and `clipped_loss` sends the gradient back. In tests/test_paper.py a plain second loop replays
-all of it, in test_3_3_algorithm_1_replayed_by_a_plain_second_loop; tests/test_distributed.py
-compares two and four ranks with one.
+if it is a later one. The pass, as `collect`, asks `response_stats`, which asks `Policy.forward` for
+each micro-batch (both in rollout.py), and that ends in `HeadStats` (support/head.py): four names
+from the loop to a probability. `silence_spurious` decides with `spurious_mask` which of its tokens
+count, tau_h being a quantile over all ranks. `update` forwards it in a micro-batch, through the
+same policy and head, and `clipped_loss` sends the gradient back. In tests/test_paper.py a plain
+second loop replays all of it, in test_3_3_algorithm_1_replayed_by_a_plain_second_loop;
+tests/test_distributed.py compares two and four ranks with one.
 
 Read from top to bottom: the flags, the loss beside its equations, a mini-batch and which of its
 tokens each method keeps, the update, the collection of a step's responses, the metrics, the loop.
@@ -390,7 +390,7 @@ class Choice(NamedTuple):
 
     keep: torch.Tensor  # (B, L) bool: the tokens that carry a gradient, the paper's I
     candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
-    tau_h: float | None  # H below it was silenced, nats; None where no entropy decided
+    tau_h: float | None = None  # H below it was silenced, nats; None where no entropy decided
 
 
 def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
@@ -432,19 +432,19 @@ def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
 def silence_candidates(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """FullMask: every low-probability token of a right response is silenced."""
     candidates = spurious_candidates(stats.logp, batch.advantages, batch.mask, tau_p=cfg.tau_p)
-    return Choice(keep=batch.mask & ~candidates, candidates=candidates, tau_h=None)
+    return Choice(keep=batch.mask & ~candidates, candidates=candidates)
 
 
 def keep_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """20-Entropy: a fifth of all tokens is kept, those of the highest entropy."""
     least = quantile(all_cat(stats.entropy[batch.mask]), 0.8)
     keep = batch.mask & (stats.entropy >= least)
-    return Choice(keep=keep, candidates=torch.zeros_like(keep), tau_h=None)
+    return Choice(keep=keep, candidates=torch.zeros_like(keep))
 
 
 def keep_all(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """JustRL and GRPO: every response token."""
-    return Choice(batch.mask, candidates=torch.zeros_like(batch.mask), tau_h=None)
+    return Choice(batch.mask, candidates=torch.zeros_like(batch.mask))
 
 
 class Method(NamedTuple):
@@ -453,28 +453,19 @@ class Method(NamedTuple):
     choose: Callable[[Batch, TokenStats, Config], Choice]  # from p and H under pi_theta
     reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
     divides_by: Literal["kept", "tokens", "responses"]  # kept tokens, all tokens, all responses
+    refuses: str = ""  # flags that have to keep their defaults, as they would change nothing
 
 
 METHODS = {
-    "stapo": Method(silence_spurious, reads="A > 0", divides_by="kept"),
-    "justrl": Method(keep_all, reads="none", divides_by="tokens"),
-    "grpo": Method(keep_all, reads="none", divides_by="responses"),  # the mean of their means
-    "20-entropy": Method(keep_high_entropy, reads="all", divides_by="tokens"),  # dropped ones too
-    "full-mask": Method(silence_candidates, reads="A > 0", divides_by="kept"),
-    "high-entropy": Method(silence_high_entropy, reads="A > 0", divides_by="kept"),
-    "random": Method(silence_random, reads="A > 0", divides_by="kept"),
-}
-
-# Flags that are refused beside these methods, which do not read them. tau_p is in everyone's
-# metrics, and a method of one's own may read every flag.
-UNREAD = {
-    "stapo": "beta",
-    "justrl": "q quantile_over beta",
-    "grpo": "q quantile_over eps_high",
-    "20-entropy": "q quantile_over beta",
-    "full-mask": "q quantile_over beta",
-    "high-entropy": "quantile_over beta",
-    "random": "quantile_over beta",
+    "stapo": Method(silence_spurious, "A > 0", "kept", refuses="beta"),
+    "justrl": Method(keep_all, "none", "tokens", refuses="q quantile_over beta"),
+    # the mean of the responses' means; its clip is eps_low on both sides
+    "grpo": Method(keep_all, "none", "responses", refuses="q quantile_over eps_high"),
+    # the tokens that it drops are counted, too
+    "20-entropy": Method(keep_high_entropy, "all", "tokens", refuses="q quantile_over beta"),
+    "full-mask": Method(silence_candidates, "A > 0", "kept", refuses="q quantile_over beta"),
+    "high-entropy": Method(silence_high_entropy, "A > 0", "kept", refuses="quantile_over beta"),
+    "random": Method(silence_random, "A > 0", "kept", refuses="quantile_over beta"),
 }
 
 
@@ -554,7 +545,7 @@ def update(
     ranks the loss and ratio_sums, `grad_norm` before clipping, and `finite`: whether it stepped.
     """
     # FSDP averages gradients over ranks, so a global denominator is divided by their number.
-    denominator = counts[METHODS[cfg.method].divides_by] / world_size()
+    denominator = max(counts[METHODS[cfg.method].divides_by], 1) / world_size()
     trained = (batch.advantages != 0) | with_kl(cfg.method, cfg.beta)  # (B,)
     trained = trained.nonzero().flatten()  # (N,) rows
     lengths = batch.lengths[trained].tolist()
@@ -645,16 +636,18 @@ def collect(
     found: dict[int, Response] = {}
     with distributed.gathered(policy) as model:
         for ended in stop.together(sample(model, task.tokenizer, prompts, **options)):
-            found.update(ended)  # (place, response) pairs
-    responses = [found[place] for place in range(len(prompts))]
+            found.update(ended)  # pairs: a prompt's number and its response
+    responses = [found[i] for i in range(len(prompts))]
     rewards = torch.tensor(grade(task.reward, responses, posed), dtype=torch.float64)  # (B,)
     advantages = group_advantages(rewards.float().view(-1, cfg.group_size))  # (P, G)
-    ids, mask, lengths = tokens = pad_batch(responses)  # (B, L), (B, L), (B,)
-    old = response_stats(policy, *tokens, cfg.tokens_per_micro_batch)
+    ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
+    old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
     ref_logp = None
     if reference:
+        # Gathered: FSDP2 keeps a list of forwards until a backward, which the reference never has.
         with distributed.gathered(reference) as model:
-            ref_logp = response_stats(Policy(model), *tokens, cfg.tokens_per_micro_batch).logp
+            scored = response_stats(Policy(model), ids, mask, lengths, cfg.tokens_per_micro_batch)
+        ref_logp = scored.logp
     stop.leave_if_asked()  # the last chance before the updates, which are finished once begun
     batch = Batch(
         ids=ids,
@@ -790,10 +783,9 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
-    unread = UNREAD.get(cfg.method, "").split()
-    for name in [] if cfg.resume else unread:  # a run that has begun goes on
-        why = f"--method {cfg.method} does not read it"
-        need(name, getattr(cfg, name) == getattr(Config, name), why)
+    for name in [] if cfg.resume else METHODS[cfg.method].refuses.split():  # a run goes on
+        same = getattr(cfg, name) == getattr(Config, name)
+        need(name, same, f"does not go with --method {cfg.method}")
     sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last "
     sizes += "tokens_per_micro_batch"
     for name in sizes.split():
@@ -847,8 +839,8 @@ def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> 
     if run.evaluation_is_due():
         settings = evaluation.Settings.of(cfg)
         with distributed.gathered(policy) as model:
-            args = model, task.tokenizer, task.suite, run.evaluation_file(), settings
-            scores = evaluation.evaluate(*args)
+            file = run.evaluation_file()
+            scores = evaluation.evaluate(model, task.tokenizer, task.suite, file, settings)
         run.end_evaluation(scores)
         progress.warn(progress.scores_in_words(run.step, scores))
 
@@ -899,7 +891,6 @@ def train(cfg: Config) -> None:
                 run.save(policy.model, optimizer, task.tokenizer)
             stop.leave_if_asked()
     # Stopped and RewardError are never raised amid updates: the weights are those of a whole step.
-    # No `as` for Stopped: who holds the exception holds the KV cache, and saving needs its memory.
     except Stopped:
         pass
     except RewardError as error:

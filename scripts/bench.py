@@ -469,8 +469,8 @@ def main() -> None:
     if CUDA:
         distributed.start()
     else:
-        why = "there is no GPU, and nothing below speaks for one"
-        left_out("every CUDA part", why + progress.unused_gpu())
+        left_out("every CUDA part", "nothing below speaks for a GPU")
+    progress.report_device("float32")
     print("| measured | value |\n|---|---|", flush=True)
     for name in [args.name] if args.name else BENCHES:
         for what, value in measure(name, args.quick):

@@ -78,7 +78,11 @@ def parse(argv: list[str]) -> tuple[stapo.Config, Namespace]:
         raise InputError(f"--batches {args.batches}: has to be at least 1")
     # Training's own parser reads the files, and finds a flag that is misspelt there.
     held = read_run(args) if args.run else vars(Parser(stapo.Config, "").parse_args(files))
-    cfg = stapo.Config(**{name: held[name] for name in SHARED if name in held} | given)
+    held = {name: held[name] for name in SHARED if name in held}
+    if args.method in stapo.METHODS:  # the run's or the file's flags may not go with another method
+        for name in stapo.METHODS[args.method].refuses.split():
+            held.pop(name, None)
+    cfg = stapo.Config(**held | given)
     place = f"runs/tokens-{evaluation.file_name(cfg.model)}"
     args.output = args.output or (f"{args.run}/figures" if args.run and not args.model else place)
     return cfg, args
@@ -174,11 +178,12 @@ def divide(t: Tokens, tau_p: float) -> tuple[str, str]:
     return "0.8-quantile", "the 0.8-quantile of H"
 
 
-def describe(t: Tokens, row: int, sample: dict, text: Callable[[int], str]) -> dict:
+def describe(t: Tokens, row: int, sample: dict, text: Callable[[int], str], name: str) -> dict:
     """A response for the page: lists with an entry for each token that is shown.
 
-    A long response is cut to WINDOW tokens with the first silenced one in the middle or, where it
-    has none, to its beginning.
+    `name` is that of H's threshold, which is a mean where the mini-batch itself has none. A long
+    response is cut to WINDOW tokens with the first silenced one in the middle or, where it has
+    none, to its beginning.
     """
     places = (t["row"] == row).nonzero().flatten()
     marked = t["silenced"][places].nonzero().flatten().tolist()
@@ -192,6 +197,7 @@ def describe(t: Tokens, row: int, sample: dict, text: Callable[[int], str]) -> d
         "answer": sample["gold"],
         "advantage": sample["advantage"],
         "threshold": here["threshold"][0],
+        "name": "mean τ_h" if name == "τ_h" and math.isnan(here["tau_h"][0]) else name,
         "start": start,
         "length": len(places),
     }
@@ -285,7 +291,7 @@ def draw(
         write_quadrants(t, all_tokens, label, cfg.tau_p, below, made)
         draw_gradients(t, label, cfg.tau_p, made)
         draw_frequent(t, label, text, made)
-        described = [describe(t, row, samples[row], text) | {"name": name} for row in shown]
+        described = [describe(t, row, samples[row], text, name) for row in shown]
         page = responses.page(label, described, cfg.tau_p, below)
         (made / "responses.html").write_text(page, "utf-8")
         for file in made.iterdir():

@@ -107,6 +107,8 @@ def parse_flags(config: type, description: str, argv: list[str] | None = None) -
 # ------------------------------------------------------------------------------- a run's directory
 
 lock_file: TextIO | None = None  # of the directory that this process works in
+# A process that outlives this one, a reward's worker say, does not keep the lock.
+os.register_at_fork(after_in_child=lambda: lock_file and lock_file.close())
 
 
 def claim(folder: Path) -> None:
@@ -116,14 +118,15 @@ def claim(folder: Path) -> None:
     process works in it, and where a rank finds another directory under its name than rank 0.
     """
     global lock_file
-    file, now = folder / ".lock", datetime.datetime.now().isoformat(" ", "seconds")
+    # Two files: on some network file systems one that is locked can't be read or written.
+    file, now = folder / ".process", datetime.datetime.now().isoformat(" ", "seconds")
     mark = broadcast(f"process {os.getpid()} on {socket.gethostname()} since {now}")
     if rank() == 0:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if lock_file:
                 lock_file.close()  # the directory of an earlier run
-            lock_file = file.open("a", encoding="utf-8")
+            lock_file = (folder / ".lock").open("a", encoding="utf-8")
             try:
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -155,6 +158,7 @@ class RunFolder:
         self.flags = flags
         claim(self.path)
         if rank() == 0:
+            remove_partials(self.path)
             self.refuse(fingerprints)
         saved = broadcast(checkpoints(self.path))  # another host's listing can be a minute old
         self.checkpoint = saved[-1] if saved else None
@@ -196,8 +200,6 @@ class RunFolder:
             for file in self.path.glob("evaluations/step_*"):
                 if int(file.name[5:11]) > self.step:
                     file.unlink()
-            for half in self.path.glob("checkpoints/step_*.partial"):  # a save that was cut off
-                shutil.rmtree(half)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add lines to a .jsonl file."""
@@ -240,7 +242,12 @@ class RunFolder:
         """A checkpoint of the last whole step, unless it exists; the newest --keep_last stay."""
         if self.step > self.saved:
             keep_last = self.flags["keep_last"]
-            save_checkpoint(self.path, self.step, model, optimizer, tokenizer, keep_last)
+            try:
+                save_checkpoint(self.path, self.step, model, optimizer, tokenizer, keep_last)
+            except InputError:  # half a checkpoint would fill the disk that --resume writes to
+                if rank() == 0:
+                    remove_partials(self.path)
+                raise
             self.saved, self.saved_at = self.step, time.monotonic()
 
 
@@ -281,8 +288,14 @@ def writing(path: Path) -> Iterator[None]:
     """Around what writes the program's own files: a full disk, say, is the user's error."""
     try:
         yield
-    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(f"--output: {path} cannot be written: {first_line(error)}") from error
+    except dcp.api.CheckpointException as error:  # it wraps what a rank has met
+        cause, _ = next(iter(error.failures.values()))
+        if not isinstance(cause, (OSError, RuntimeError)):  # torch.save's where a disk is full
+            raise
+        why = f"is the disk full? ({first_line(cause)})"
+        raise InputError(f"--output: {path} cannot be written: {why}") from error
 
 
 def fingerprint(value: Any) -> str:
@@ -331,6 +344,12 @@ def peak_memory_gb() -> float:
 def checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run directory, oldest first."""
     return sorted(path for path in run.glob("checkpoints/step_*") if path.suffix != ".partial")
+
+
+def remove_partials(run: Path) -> None:
+    """What is left of saves that were cut off or have failed."""
+    for half in run.glob("checkpoints/step_*.partial"):
+        shutil.rmtree(half, ignore_errors=True)
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -423,10 +442,10 @@ class StopSignal:
             raise Stopped
 
     def together(self, work: Iterator) -> Iterator:
-        """The items of work without collectives, until a stop is asked for; work is closed then.
+        """The items of `work` until a stop is asked for, then Stopped on every rank.
 
-        At the end Stopped is raised on every rank, if a stop was asked of any. So every rank has to
-        run it to its end: who breaks out of the loop leaves the others waiting.
+        It ends in a collective: every rank has to run it to its end, and who breaks out of the loop
+        leaves the others waiting. `work` itself has none, and is closed.
         """
         with contextlib.closing(work):
             for item in work:

@@ -191,8 +191,8 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def shard(policy: torch.nn.Module) -> None:
-    """FSDP2 of a policy around a `.model`: each decoder layer is a group, the policy's own is the
-    rest (embedding, last norm, head).
+    """FSDP2 of a policy, whose `.model` is transformers': each decoder layer is a group, and the
+    policy is the root, with the rest (embedding, last norm, head) as its group.
 
     Raises InputError for a model whose decoder layers are not under the usual name.
     """
@@ -217,7 +217,7 @@ def reshard(policy: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(policy: torch.nn.Module) -> Iterator[Model]:
-    """A policy's model with all weights on every rank (bfloat16 on CUDA): to sample from.
+    """A policy's model with all weights on every rank (bfloat16 on CUDA), without gradients.
 
     FSDP2 would gather the weights anew at every token, and its hooks alone take the host a quarter
     of a decoding step. So the weights are gathered once, and a twin of the model, which was never

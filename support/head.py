@@ -108,7 +108,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 class Float32Head(torch.nn.Linear):
-    """A model's own output layer whose logits are float32: the sampler's are those of HeadStats."""
+    """A model's output layer with float32 logits: those that HeadStats makes its numbers of."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.dtype == torch.float32:

@@ -86,14 +86,19 @@ def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_pa
     assert not (tmp_path / "mistyped").exists()
     output = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(output / "checkpoints")
+    (output / "checkpoints" / "step_000001.partial").mkdir(parents=True)  # half of the first
     assert "no checkpoint" in refused(capsys, f"--resume {output}")
+    assert not list((output / "checkpoints").iterdir())
     assert len(lines(output)) == 2
     assert "--resume" in refused(capsys, f"{FLAGS} --output {output}")
 
 
 def hold(folder: Path, name: str) -> None:
-    """A process that works in folder / name until it is killed."""
+    """A process that works in folder / name until it is killed; a child of it lives on."""
     bookkeeping.claim(folder / name)
+    if os.fork() == 0:
+        time.sleep(5)
+        os._exit(0)
     (folder / "held").touch()
     time.sleep(100)
 

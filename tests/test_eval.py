@@ -27,7 +27,7 @@ from reward import is_correct
 from rollout import INSTRUCTION, Response, encode_prompt, load_model, load_tokenizer
 from support import distributed
 
-RESULTS = {".lock", "samples.jsonl", "settings.json", "scores.json", "table.md"}
+RESULTS = {".lock", ".process", "samples.jsonl", "settings.json", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
@@ -383,7 +383,9 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
     (first / "model.safetensors").write_bytes(trained)
     commits["M"] = "2b"
     for output, name in (("hub", "M"), ("out", first)):
-        with pytest.raises(SystemExit, match=f"{output}: holds samples drawn with --model"):
+        with pytest.raises(
+            SystemExit, match=f"{output}: holds samples of other weights than --model"
+        ):
             run(tmp_path / output, *flags, "--model", name)
     run(tmp_path / "out", *flags, "--model", copied)
     assert len(fake.asked) == 2 * 3

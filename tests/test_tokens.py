@@ -195,7 +195,9 @@ def test_a_long_response_is_cut_around_the_first_silenced(monkeypatch, length, s
     t |= {"likeliest_id": t["id"][:, None] + torch.arange(5), "likeliest_p": torch.rand(60, 5)}
     t["silenced"][0] = t["silenced"][-1] = True  # other responses'
     sample = {"problem": "?", "gold": "7", "advantage": 1.5}
-    found = tokens.describe(t, 4, sample, str)
+    t["tau_h"] = torch.full((length + 8,), torch.nan if silenced else 0.5)
+    found = tokens.describe(t, 4, sample, str, "τ_h")
+    assert found["name"] == ("mean τ_h" if silenced else "τ_h")
     assert (found["start"], found["length"]) == (shown[0], length)
     ids = [1 + place for place in range(*shown)]
     assert found["token"] == [str(i) for i in ids]

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import FLAGS, TINY, fill_disk, padded, read_rows, refused, responses_of, run, to_batch
 from datasets import Dataset
 from ranks import launch
@@ -19,7 +20,6 @@ import rollout
 import stapo
 from rollout import Response, TokenStats
 from stapo import Config, micro_batches, update
-from support import bookkeeping
 from support.errors import InputError
 from support.seeds import generator, mix_seed
 
@@ -153,7 +153,7 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget, sh
 def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
     """The gradient with another value than the default; tau_p changes a metric of all methods."""
     batch, current = make_mini_batch(model, seed=1)
-    monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS[method])
+    monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS[method]._replace(refuses=""))
     plain = gradient_of(model, batch, current, method=method)[0]
     others = {"q": 0.2, "quantile_over": "all", "eps_high": 0.05, "beta": 0.5, "tau_p": 0.02}
     for name, value in others.items():
@@ -162,7 +162,7 @@ def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
         of_stapo = name == "quantile_over" and method != "stapo"  # STAPO's alone, by definition
         refusal = contextlib.nullcontext()
         if of_stapo or same and name != "tau_p":
-            said = f"--{name} {value}: --method {method} does not read it"
+            said = f"--{name} {value}: does not go with --method {method}"
             refusal = pytest.raises(InputError, match=said)
         with refusal:
             stapo.check_flags(Config(**flags))
@@ -180,6 +180,14 @@ def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
     assert totals["loss"] == 0 and totals["grad_norm"] == 0
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] * (1 - 0.001))
+
+
+def test_a_mask_that_keeps_nothing_is_a_step_of_zero_gradients(model, policy):
+    batch, current = make_mini_batch(model)
+    choice, counts = choose(batch, current)
+    nothing = torch.zeros_like(choice.keep)
+    totals = update(policy, Frozen(model), batch, nothing, counts | {"kept": 0}, Config())
+    assert totals["finite"] and totals["loss"] == totals["grad_norm"] == 0
 
 
 def test_not_finite_is_skipped(model, policy):
@@ -338,19 +346,28 @@ def test_prompts_as_long_as_the_limit_are_kept(tokenizer):
     assert len(task.problems) == sum(length <= limit for length in lengths) < len(lengths)
 
 
-def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, monkeypatch):
-    """The second checkpoint fails half-way: one clear line, and the run resumes from the first."""
-    save = bookkeeping.dcp.save
+@pytest.mark.parametrize("cause", [OSError(28, "No space left"), RuntimeError("pos 7"), KeyError()])
+def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, monkeypatch, cause):
+    """The second checkpoint fails half-way, and leaves no half: the run resumes from the first.
 
-    def failing(*args, **kwargs):
-        if "step_000002" in str(kwargs["checkpoint_id"]):
-            raise OSError(28, "No space left on device")
-        return save(*args, **kwargs)
+    A full disk is one clear line, be it torch's own error or the system's, and a bug keeps its
+    traceback.
+    """
+    write = dcp.FileSystemWriter.write_data
 
-    monkeypatch.setattr(bookkeeping.dcp, "save", failing)
-    with pytest.raises(SystemExit, match="step_000002 cannot be written.*No space left"):
+    def failing(self, *args):
+        if "step_000002" in str(self.path):
+            raise cause
+        return write(self, *args)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", failing)
+    bug = isinstance(cause, KeyError)
+    with pytest.raises(dcp.api.CheckpointException if bug else SystemExit) as failure:
         run(tmp_path / "run", "--save_every 1 --keep_last 1")
-    assert [p.name for p in bookkeeping.checkpoints(tmp_path / "run")] == ["step_000001"]
+    if not bug:
+        assert f"step_000002 cannot be written: is the disk full? ({cause})" in str(failure.value)
+    left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert left == ["step_000001"] + ["step_000002.partial"] * bug
     monkeypatch.undo()
     stapo.main(["--resume", str(tmp_path / "run")])
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 2
@@ -421,6 +438,9 @@ REWARDS = """
 def words(response, row):
     return "good"
 
+def nan(response, row):
+    return float("nan")
+
 def missing(response, row):
     return row["none"]
 """
@@ -452,6 +472,7 @@ def missing(response, row):
         ("--data {folder}/torn.jsonl", "torn.jsonl: cannot be read"),
         ("--data {folder}/hollow.parquet", "hollow.parquet"),
         ("--reward {folder}/own.py:words", "own.py:words: returned 'good', which is no finite"),
+        ("--reward {folder}/own.py:nan", "own.py:nan: returned nan, which is no finite"),
         ("--reward {folder}/own.py:missing", "own.py:missing: KeyError('none') at"),
         ("--reward {folder}/own.py:gone", "has no function gone"),
         ("--reward {folder}/gone.py:length", "gone.py is no Python file"),
