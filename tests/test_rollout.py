@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import weakref
+from decimal import Decimal
 
 import pytest
 import torch
@@ -588,6 +589,11 @@ def test_of_rows_with_the_same_problem_the_first_counts(tmp_path):
     rows = [{"problem": "1+1", "answer": answer} for answer in ("2", "3")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert load_problems(str(tmp_path / "rows.jsonl")) == rows[:1]
+
+
+def test_cells_as_text():
+    cells = (Decimal("2.50"), Decimal("NaN"), 10**400, ["", ""], ["2", ""], [2, 0.5])
+    assert [*map(rollout.cell_text, cells)] == ["2.50", "", str(10**400), "", "2", "2, 0.5"]
 
 
 USER = {"role": "user", "content": "1+1"}
