@@ -43,6 +43,7 @@ from support.bookkeeping import (
     stop,
     whole_rows,
     write_whole,
+    writing,
 )
 from support.distributed import rank, world_size
 from support.errors import InputError
@@ -176,8 +177,12 @@ class Journal:
 
     def merged(self) -> dict[Key, dict]:
         """The rows of all files, after writing them to one, sorted and without torn lines."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        others = list(self.path.parent.glob(self.file_of("*").name))
+        folder, others = self.path.parent, {self.file_of(i) for i in range(1, world_size())}
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in others:  # of other hosts: a network's listing of them may be a minute old
+                file.touch()
+        others |= set(folder.glob(self.file_of("*").name))
         rows: dict[Key, dict] = {}
         lines: dict[Key, str] = {}
         for file in [self.path, *others]:
@@ -252,9 +257,6 @@ def fill(
         for place, response in ended:
             journal.add(share[place], row_of(share[place], response))
     journal.merge()  # the rows of every rank are written
-    if journal.missing(keys):
-        where = f"{journal.path}: rank 0 does not see the rows of other ranks"
-        raise InputError(f"{where}; put it on a file system that all hosts share")
 
 
 def sample_suite(
@@ -368,6 +370,9 @@ def verify(
 
     def prompt_of(key: Key) -> list[int]:
         problem, tail = problem_of(suite, key), samples[key]["tail"]
+        for token in tokenizer.added_tokens_decoder.values():
+            if token.special:  # a response that spells it, <|im_end|> say, ends no turn by it
+                tail = tail.replace(token.content, f"{token.content[0]} {token.content[1:]}")
         text = JUDGE.format(problem=problem["problem"], gold=problem["answer"], tail=tail)
         return encode_prompt(tokenizer, text, instruction="")
 

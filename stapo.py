@@ -465,6 +465,18 @@ METHODS = {
     "random": Method(silence_random, reads="A > 0", divides_by="kept"),
 }
 
+# Flags that are refused beside these methods, which do not read them. tau_p is in everyone's
+# metrics, and a method of one's own may read every flag.
+UNREAD = {
+    "stapo": "beta",
+    "justrl": "q quantile_over beta",
+    "grpo": "q quantile_over eps_high",
+    "20-entropy": "q quantile_over beta",
+    "full-mask": "q quantile_over beta",
+    "high-entropy": "quantile_over beta",
+    "random": "quantile_over beta",
+}
+
 
 def count_tokens(batch: Batch, stats: TokenStats, choice: Choice) -> dict[str, int]:
     """What a mini-batch holds on all ranks together: the denominators, and what was silenced."""
@@ -778,10 +790,10 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("tau_p", 0 <= cfg.tau_p <= 1, "a probability is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2")
-    allowed = cfg.quantile_over == "candidates" or cfg.method == "stapo"
-    need("quantile_over", allowed, "a definition of --method stapo alone")
-    default_beta = cfg.beta == Config.beta
-    need("beta", cfg.method == "grpo" or default_beta, "only --method grpo has a KL term")
+    unread = UNREAD.get(cfg.method, "").split()
+    for name in [] if cfg.resume else unread:  # a run that has begun goes on
+        why = f"--method {cfg.method} does not read it"
+        need(name, getattr(cfg, name) == getattr(Config, name), why)
     sizes = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last "
     sizes += "tokens_per_micro_batch"
     for name in sizes.split():

@@ -1,11 +1,11 @@
 """The curves of one run, or of several to compare, drawn from run directories of stapo.py alone.
 
-    python scripts/figures.py runs/tiny                      # into runs/tiny/figures
-    python scripts/figures.py runs/stapo-* runs/justrl-*     # several runs, into figures/
+    python scripts/figures.py runs/tiny                              # into runs/tiny/figures
+    python scripts/figures.py runs/stapo-* runs/justrl-* --smooth 20 # several runs, into figures/
 
 Runs whose flags differ in the seed alone become one line, with a band from the smallest run to the
-largest. metrics.jsonl gives training.png, quantiles.png and evaluation.png. The numbers behind each
-stand beside it, as .csv. scripts/tokens.py draws what a model's tokens look like.
+largest. metrics.jsonl gives training.png, quantiles.png, updates.png and evaluation.png. The
+numbers behind each stand beside it, as .csv. scripts/tokens.py draws a model's tokens.
 """
 
 import argparse
@@ -43,6 +43,12 @@ TRAINING = {
     "sampling_gap": "sampling gap (nats)",
 }
 QUANTILES = {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)}
+UPDATES = {
+    "approx_kl": "approximate KL(π_old‖π_θ) (nats)",
+    "grad_norm": "gradient norm before clipping",
+    "clip_low": "share clipped at 1 − ε_low",
+    "clip_high": "share clipped at 1 + ε_high",
+}
 INCIDENTAL = set(  # flags that say where and how fast a run goes, not what it computes; the seed
     "seed output resume steps save_every save_minutes keep_last eval_every eval_benchmarks "
     "eval_limit eval_samples log_samples rollout_batch_size tokens_per_micro_batch "
@@ -59,10 +65,11 @@ class Group:
     series: list[dict]  # for each run: metric -> {step: value}
 
 
-def read_metrics(log: Path) -> dict[str, dict[int, float]]:
-    """metrics.jsonl -> metric -> {step: value}, nulls left out.
+def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
+    """metrics.jsonl -> metric -> {step: mean of the last `window` values}, nulls left out.
 
-    The score of an evaluation (step 0: of the model before the first) becomes eval/BENCHMARK.
+    The score of an evaluation, step 0 being the model before the first, becomes the metric
+    eval/BENCHMARK, which is not smoothed.
     """
     series: dict[str, dict[int, float]] = defaultdict(dict)
     lines = log.read_text("utf-8").splitlines() if log.exists() else []
@@ -80,6 +87,12 @@ def read_metrics(log: Path) -> dict[str, dict[int, float]]:
             print(f"{log}: the last line ({number}) is torn and skipped", file=sys.stderr)
     if not series:
         raise ValueError(f"{log} holds no step and no evaluation: wait for the first")
+    for key, by_step in series.items():
+        if not key.startswith("eval/"):
+            steps = sorted(by_step)
+            values = [by_step[step] for step in steps]
+            for i, step in enumerate(steps):
+                by_step[step] = fmean(values[max(0, i + 1 - window) : i + 1])
     return series
 
 
@@ -90,7 +103,7 @@ def short(value: Any, others: list) -> str:
     return str(value) if alike else Path(str(value)).name
 
 
-def group_runs(paths: list[Path]) -> list[Group]:
+def group_runs(paths: list[Path], window: int) -> list[Group]:
     """Reads the runs and puts seeds together; a label names the flags in which groups differ."""
     by_flags: dict[str, list[Path]] = {}
     for path in paths:
@@ -112,7 +125,7 @@ def group_runs(paths: list[Path]) -> list[Group]:
         line = {"color": colour, "linestyle": ("-", "--", "-.", ":")[rank % 4]}
         line["alpha"] = 1 - 0.6 * rank / len(rivals)  # a sweep keeps the hue of its method
         label += f" ({len(members)} runs)" if len(members) > 1 else ""
-        series = [read_metrics(path / "metrics.jsonl") for path in members]
+        series = [read_metrics(path / "metrics.jsonl", window) for path in members]
         groups.append(Group(label, line, series))
     return groups
 
@@ -133,7 +146,7 @@ def percent(share: float, _position: int | None = None) -> str:
     return f"{100 * share:.3g} %"
 
 
-def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None:
+def draw_curves(stem: str, panels: dict, groups: list[Group], window: int, out: Path) -> None:
     """A panel for each metric, a line for each group: the mean of its runs, a band min to max."""
     rows = []
     for metric in panels:
@@ -160,7 +173,8 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
             x, mean, low, high = ([r[k] for r in mine] for k in ("step", "mean", "min", "max"))
             ax.plot(x, mean, marker="o" if len(x) <= 40 else "", markersize=3, **group.line)
             ax.fill_between(x, low, high, color=group.line["color"], alpha=0.2, linewidth=0)
-        ax.set(xlabel="step", ylabel=panels[metric])
+        smooth = f" (mean of the last {window} values)" if stem != "evaluation" else ""
+        ax.set(xlabel="step" + (smooth if window > 1 else ""), ylabel=panels[metric])
         ax.xaxis.get_major_locator().set_params(integer=True)
         positive = [r["mean"] for r in rows if r["metric"] == metric and r["mean"] > 0]
         if metric == "silenced_fraction" and positive:  # log scale with a place for 0 below it
@@ -174,24 +188,32 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
     save(fig, out / f"{stem}.png")
 
 
+def draw(paths: list[Path], out: Path, window: int) -> None:
+    """Everything that the runs hold the numbers for; raises ValueError and OSError."""
+    groups = group_runs(paths, window)
+    out.mkdir(parents=True, exist_ok=True)
+    names = sorted({key for group in groups for run in group.series for key in run})
+    scores = {name: f"{name[5:]} (mean accuracy, %)" for name in names if name.startswith("eval/")}
+    figures = {"training": TRAINING, "quantiles": QUANTILES, "updates": UPDATES}
+    for stem, panels in (figures | {"evaluation": scores}).items():
+        draw_curves(stem, panels, groups, window, out)
+    print(f"figures in {out}")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories of stapo.py")
     parser.add_argument("--output", type=Path, help="default: RUN/figures; of several, figures")
+    parser.add_argument("--smooth", type=int, default=1, help="curves: mean of the last N values")
     args = parser.parse_args(argv)
     runs = list(dict.fromkeys(args.runs))
-    out = args.output or (runs[0] / "figures" if len(runs) == 1 else Path("figures"))
     try:
-        groups = group_runs(runs)
-        out.mkdir(parents=True, exist_ok=True)
-        names = sorted({key for group in groups for run in group.series for key in run})
-        scores = {x: f"{x[5:]} (mean accuracy, %)" for x in names if x.startswith("eval/")}
-        draw_curves("training", TRAINING, groups, out)
-        draw_curves("quantiles", QUANTILES, groups, out)
-        draw_curves("evaluation", scores, groups, out)
+        if args.smooth < 1:
+            raise ValueError(f"--smooth {args.smooth}: a mean is of at least 1 value")
+        out = args.output or (runs[0] / "figures" if len(runs) == 1 else Path("figures"))
+        draw(runs, out, args.smooth)
     except (OSError, ValueError) as error:
         sys.exit(f"figures.py: {error}")
-    print(f"figures in {out}")
 
 
 if __name__ == "__main__":

@@ -311,8 +311,7 @@ def run(cfg: stapo.Config, batches: int, out: Path) -> None:
         line, tokens, sampled = look(Policy(model), task, step, cfg)
         numbers = ", ".join(f"{name} {line[name]:.4g}" for name in PRINTED)
         progress.say(f"the batch of step {step}: {numbers}")
-        if abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005:
-            progress.warn(progress.SAMPLING_WARNING.format(**line, step=step))
+        progress.check_sampler(line | {"step": step})
         total.update({key: line[key] for key in ("tokens", "silenced", "candidates")})
         found.append(tokens | {"row": tokens["row"] + len(samples)})
         samples += sampled
@@ -335,6 +334,7 @@ def main(argv: list[str] | None = None) -> None:
         progress.quiet_libraries()
         cfg, args = parse(sys.argv[1:] if argv is None else argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
+        progress.report_device(weights="bfloat16")
         try:
             run(cfg, args.batches, Path(args.output))
         except Stopped:

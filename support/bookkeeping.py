@@ -132,10 +132,7 @@ def claim(folder: Path) -> None:
             except OSError as error:
                 hint = "start no second process in this directory"
                 warn(f"{folder}: its file system has no locks ({error.strerror}); {hint}")
-            lock_file.truncate(0)
-            lock_file.write(mark)
-            lock_file.flush()
-            os.fsync(lock_file.fileno())
+            file.write_text(mark, "utf-8")
     barrier()
     if not file.exists() or file.read_text("utf-8") != mark:
         hint = "put it on a file system that all hosts share"

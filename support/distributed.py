@@ -48,6 +48,7 @@ def start() -> None:
     """Join torchrun's process group (nccl or gloo); alone on CUDA, a group of one; else none."""
     global patient
     cuda = device().type == "cuda"
+    refuse_environment()
     if cuda:
         torch.cuda.set_device(device())
         # cuDNN's attention plans anew for every shape, and decoding has a new one at each token.
@@ -63,6 +64,18 @@ def start() -> None:
         patient = dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
+def refuse_environment() -> None:
+    """Raise InputError where ranks would wait for others that never come, or have no GPU."""
+    needed = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        what = f"RANK is in the environment without {', '.join(missing)}"
+        raise InputError(f"{what}: start with torchrun, or unset RANK")
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if device().type == "cuda" and ranks > gpus:
+        raise InputError(f"{ranks} ranks on a host of {gpus} GPUs: use --nproc-per-node {gpus}")
+
+
 def finish() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -71,14 +84,15 @@ def finish() -> None:
 @contextlib.contextmanager
 def session(program: str) -> Iterator[None]:
     """The process group around a program; an error that is the user's ends it with one line."""
-    start()
     try:
+        start()
         yield
     except BaseException as error:
         if world_size() > 1:
             end_process(program, error)
         finish()
         if isinstance(error, InputError):
+            wait_for_rank_0()
             sys.exit(f"{program}: {error}")
         raise
     finish()
@@ -109,7 +123,7 @@ def wait_for_rank_0() -> None:
 
     A rank whose error is its own says it after that.
     """
-    time.sleep(2 if rank() > 0 else 0)
+    time.sleep(2 if int(os.environ.get("RANK", 0)) > 0 else 0)
 
 
 def rank() -> int:

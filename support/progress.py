@@ -59,7 +59,7 @@ def track(items: list, name: str) -> Iterator:
 
 def report_device(weights: str) -> None:
     """Say on what the ranks compute, all of which call it; weights: their type on a GPU."""
-    name, types = f"CPU, {torch.get_num_threads()} threads", ("float32", "float32")
+    name, types = f"CPU (threads: {torch.get_num_threads()})", ("float32", "float32")
     if distributed.device().type == "cuda":
         name, types = torch.cuda.get_device_name(), (weights, "bfloat16")
     warn(device_in_words(distributed.all_list(name), *types))
@@ -100,9 +100,7 @@ def report_step(line: dict, sample: dict, total: int) -> None:
     # Steps 1, 2, 4, 8, ... and the last: most changes early, and a long run shows few.
     if step & (step - 1) == 0 or step == total:
         say(response_in_words(sample, step))
-    wrong = abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005
-    if wrong and first_time("sampling"):
-        warn(SAMPLING_WARNING.format(**line))
+    check_sampler(line)
 
 
 def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) -> None:
@@ -124,7 +122,15 @@ def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) ->
     if last["step"] < total or unevaluated:
         again = f"continue with: python stapo.py --resume {folder}"
         say(f"stopped after step {last['step']} of {total}; {again}")
-    say(f"the run is in {folder}; draw it with: python scripts/figures.py {folder}")
+    say(f"the run is in {folder}; its curves: python scripts/figures.py {folder}")
+    say(f"its right answers, token by token: python scripts/tokens.py {folder}")
+
+
+def check_sampler(line: dict) -> None:
+    """Warn, once, where a step's metrics say that the sampler draws from another policy."""
+    wrong = abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005
+    if wrong and first_time("sampling"):
+        warn(SAMPLING_WARNING.format(**line))
 
 
 SAMPLING_WARNING = (

@@ -129,18 +129,13 @@ def wide_product(left, right, out_dtype):
     return (left.float() @ right.float()).to(out_dtype)
 
 
-def wide_sum(total, left, right, out_dtype, *, out=None):
-    if total.dtype != out_dtype or (out is not None and out.dtype != out_dtype):
+def wide_sum(total, left, right, out_dtype, *, out):
+    if total.dtype != out_dtype or out.dtype != out_dtype:
         raise RuntimeError(f"addmm with out_dtype {out_dtype} takes no {total.dtype}")
-    result = total + wide_product(left, right, out_dtype)
-    return result if out is None else out.copy_(result)
+    return out.copy_(total + wide_product(left, right, out_dtype))
 
 
-CUDA_ONLY = {
-    aten.mm.dtype: wide_product,
-    aten.addmm.dtype: wide_sum,
-    aten.addmm.dtype_out: wide_sum,
-}
+CUDA_ONLY = {aten.mm.dtype: wide_product, aten.addmm.dtype_out: wide_sum}
 MOVES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 INDEXING += (aten._index_put_impl_.default,)

@@ -141,15 +141,44 @@ def test_samples_are_what_the_model_said(finished):
 # --------------------------------------------------------------------------- saving and stopping
 
 
-@pytest.mark.parametrize("minutes, saved", [("1e-9", [2, 3]), ("60", [3])])
-def test_checkpoints_by_time(tmp_path, monkeypatch, minutes, saved):
-    """Of three steps; and --threads reaches torch."""
-    threads = []
+def test_checkpoints_by_time(tmp_path, monkeypatch):
+    """A step in 25 minutes and a checkpoint an hour: after steps 3 and 6 of seven, and at the end.
+
+    The newest two stay, tied weights are in them once, and --threads reaches torch.
+    """
+    threads, due, now = [], [], [0.0]
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    run(tmp_path / "run", f"--steps 3 --keep_last 2 --save_minutes {minutes} --threads 3")
-    assert threads[-1] == 3
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(bookkeeping, "time", clock)
+    real = bookkeeping.RunFolder.save_is_due
+
+    def save_is_due(folder):
+        now[0] += 25 * 60
+        if real(folder):
+            due.append(folder.step)
+        return folder.step in due
+
+    monkeypatch.setattr(bookkeeping.RunFolder, "save_is_due", save_is_due)
+    run(tmp_path / "run", "--steps 7 --keep_last 2 --save_minutes 60 --threads 3")
+    assert threads[-1] == 3 and due == [3, 6]
     folders = bookkeeping.checkpoints(tmp_path / "run")
-    assert [bookkeeping.step_of(folder) for folder in folders] == saved
+    assert [bookkeeping.step_of(folder) for folder in folders] == [6, 7]
+    assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """The disk is full after half of the text."""
+    file, real = tmp_path / "config.json", Path.write_text
+    bookkeeping.write_whole(file, "the old text")
+
+    def half(path, text, *args):
+        real(path, text[: len(text) // 2], *args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(InputError, match="config.json cannot be written: .*No space left"):
+        bookkeeping.write_whole(file, "the new text")
+    assert file.read_text() == "the old text"
 
 
 def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypatch):
@@ -461,7 +490,7 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     run(tmp_path / "run")
     out, said = capsys.readouterr()
     device, *steps = said.split("\n")
-    assert device.startswith("1 x CPU, 1 threads: float32 weights, computation in float32")
+    assert device.startswith("1 x CPU (threads: 1): float32 weights, computation in float32")
     assert [line.split(":")[0] for line in steps] == ["step 1 of 2", "step 2 of 2", ""]
     assert "\r" not in said and "--- step 1, " in out
     now = [0.0]
@@ -537,6 +566,25 @@ def test_grpo_loads_its_reference_where_there_is_a_kl_term(tmp_path, monkeypatch
     assert math.isfinite(one["loss"])
     stapo.main(f"--resume {tmp_path}/some --steps 2".split())
     assert [Path(name).name for name, *_ in loaded[3:]] == ["step_000001", "tiny"]
+
+
+@pytest.mark.parametrize(
+    "gap, z, warned", [(0.01, -9, 1), (-0.01, 9, 1), (0.01, 3, 0), (0.001, 9, 0)]
+)
+def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, monkeypatch, capsys):
+    """Few tokens move the gap, and very many the z."""
+    monkeypatch.setattr(progress, "said", set())
+    for step in (1, 2):
+        progress.check_sampler({"step": step, "sampling_gap": gap, "sampling_z": z})
+    assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
+
+
+@pytest.mark.parametrize("reward, verdict", [(1.0, "right"), (-1.0, "wrong")])
+def test_a_response_is_shown_with_its_verdict(reward, verdict):
+    """Also where all of a group are right, so that A = 0; a long one by its two ends."""
+    sample = {"problem": "1+1", "gold": "2", "response": "a" * 400 + "b" * 400}
+    shown = progress.response_in_words(sample | {"reward": reward, "advantage": 0.0}, 4)
+    assert shown == f"--- step 4, {verdict} (the answer is 2): 1+1\n{'a' * 300} [...] {'b' * 300}"
 
 
 def test_the_end_of_a_run_names_problems_and_what_is_missing(capsys):

@@ -24,6 +24,7 @@ from ranks import (
 )
 from transformers import AutoTokenizer
 
+import eval as evaluation
 import stapo
 from support import bookkeeping, distributed
 
@@ -92,7 +93,9 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     for world in (1, 2):
         codes = launch(train_with_clocks_apart, world, tmp_path / "log", tmp_path / str(world))
         assert codes == [0] * world, (tmp_path / "log.0").read_text()[-3000:]
-    assert "2 x CPU, 1 threads: float32 weights" in (tmp_path / "log.0").read_text()
+    said, silent = ((tmp_path / f"log.{rank}").read_text() for rank in (0, 1))
+    assert "2 x CPU (threads: 1): float32 weights" in said and "the run is in" in said
+    assert "step 1 of" not in silent and "the run is in" not in silent  # rank 0 speaks for all
     one, two = (lines(tmp_path / name) for name in "12")
     assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 2]
     assert "eval" in two[0] and two[0] == one[0]
@@ -126,6 +129,25 @@ def test_ranks_that_do_not_share_the_output_are_one_line(tmp_path, copies, messa
     said = (tmp_path / "log.1").read_text()
     assert re.search(rf"^stapo.py: .*{message} \(rank 1\)$", said, re.MULTILINE), said
     assert "Traceback" not in said
+
+
+def test_an_environment_that_cannot_work_is_one_line(monkeypatch, tmp_path):
+    """A RANK that torchrun has not set; more ranks of a host than it has GPUs. No rank waits."""
+    names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*names, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    lacks = "^eval.py: RANK is in the environment without WORLD_SIZE, LOCAL_RANK, MASTER_PORT: "
+    with pytest.raises(SystemExit, match=lacks):
+        evaluation.main(["--model", str(TINY), "--output", str(tmp_path)])
+    for name in names:
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="^stapo.py: 4 ranks on a host of 2 GPUs: .* 2$"):
+        stapo.main(["@tests/tiny/args"])
 
 
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):

@@ -19,15 +19,13 @@ from support.bookkeeping import CHANGEABLE, parse_flags
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
 RECIPES = sorted((ROOT / "recipes").iterdir())
-# Flags of torchrun, sbatch, docker, pip and of this repository's scripts, as the pages use them.
-OTHER_FLAGS = set("nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout".split())
-OTHER_FLAGS |= set("signal pid help jobs gpus shm-size ipc extra-index-url".split())
-# TRL's, which tests/test_trl.py runs.
-OTHER_FLAGS |= set("num_processes model_name_or_path output_dir max_steps num_generations".split())
-OTHER_FLAGS |= set("per_device_train_batch_size gradient_accumulation_steps use_peft".split())
-OTHER_FLAGS |= set("steps_per_generation max_completion_length use_vllm".split())
-OTHER_FLAGS |= {"vllm_gpu_memory_utilization", "use_cpu", "cpu"}
-OTHER_FLAGS |= {"gpus", "shm-size", "ipc"}  # Docker's
+# Flags of torchrun, sbatch, docker and pip, and TRL's, which tests/test_trl.py runs.
+OTHER_FLAGS = set(
+    """nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout signal pid help jobs gpus
+    shm-size ipc extra-index-url num_processes model_name_or_path output_dir max_steps
+    num_generations per_device_train_batch_size gradient_accumulation_steps use_peft cpu use_cpu
+    steps_per_generation max_completion_length use_vllm vllm_gpu_memory_utilization""".split()
+)
 
 
 def text_of(page: str) -> str:

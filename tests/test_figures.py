@@ -2,9 +2,12 @@
 
 import csv
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 plt = pytest.importorskip("matplotlib.pyplot", reason="figures.py needs matplotlib")
 import figures  # noqa: E402
@@ -13,7 +16,8 @@ import figures  # noqa: E402
 def metrics(step: int, accuracy: float, **more) -> dict:
     row = {"step": step, "accuracy": accuracy, "reward": 2 * accuracy - 1, "entropy": 0.5}
     quantiles = {f"entropy_p{p}": p / 100 for p in (50, 80, 95, 99)}
-    return row | quantiles | {"silenced_fraction": 0.0, "loss": None} | more
+    row |= {"silenced_fraction": 0.0, "loss": None, "approx_kl": 0.1}
+    return row | quantiles | more
 
 
 def write_run(path: Path, rows: list[dict], **flags) -> Path:
@@ -37,7 +41,13 @@ def check_png(path: Path, colour: str) -> None:
     assert (abs(image - wanted).max(axis=-1) <= 2).sum() > 100, f"{path.name}: no {colour}"
 
 
-def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path):
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests of numbers: drawing takes nearly all of the time."""
+    monkeypatch.setattr(figures, "save", lambda fig, path: plt.close(fig))
+
+
+def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, undrawn):
     seeds = [
         [metrics(1, 0.3), metrics(2, 0.7)],
         [metrics(1, 0.1), metrics(2, 0.2), metrics(3, 0.6)],
@@ -64,28 +74,37 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path):
     assert not (tmp_path / "out" / "evaluation.csv").exists()
 
 
-def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
+def test_smoothing_is_the_mean_of_the_last_values_and_spares_evaluations(tmp_path):
+    rows = [metrics(s, s / 10, silenced_fraction=1e-5 * (s % 2)) for s in range(1, 7)]
+    rows[1]["eval"], rows[5]["eval"] = {"aime24": {"mean": 10.0}}, {"aime24": {"mean": 30.0}}
+    run = write_run(tmp_path / "run", rows)
+    figures.main([str(run), "--smooth", "3"])
+    table = read_csv(run / "figures" / "training.csv")
+    means = [float(row["mean"]) for row in table if row["metric"] == "accuracy"]
+    assert means == pytest.approx([0.1, 0.15, 0.2, 0.3, 0.4, 0.5])
+    scores = read_csv(run / "figures" / "evaluation.csv")
+    assert [(row["step"], float(row["mean"])) for row in scores] == [("2", 10.0), ("6", 30.0)]
+    for name in ("training", "quantiles", "updates", "evaluation"):
+        check_png(run / "figures" / f"{name}.png", "#D55E00")
+
+
+def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, undrawn, capsys):
     """After the evaluation before step 1, and again amid the writing of the third step's line."""
     first = {"step": 0, "eval": {"aime24": {"mean": 10.0}}}
     run = write_run(tmp_path / "run", [first])
-    out = run / "figures"
     figures.main([str(run)])
-    assert {path.name for path in out.iterdir()} == {"evaluation.csv", "evaluation.png"}
-    steps = [metrics(1, 0.4), metrics(2, 0.5, silenced_fraction=1e-5)]
-    rows = [first, *steps, {"step": 2, "eval": {"aime24": {"mean": 20}}}]
+    assert [path.name for path in (run / "figures").iterdir()] == ["evaluation.csv"]
+    rows = [first, metrics(1, 0.4), metrics(2, 0.5), {"step": 2, "eval": {"aime24": {"mean": 20}}}]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (run / "metrics.jsonl").write_text(text + '{"step": 3, "accu')
     figures.main([str(run)])
     output = capsys.readouterr()
-    assert "the last line (5) is torn" in output.err and str(out) in output.out
-    scores = [(row["step"], float(row["mean"])) for row in read_csv(out / "evaluation.csv")]
-    assert scores == [("0", 10.0), ("2", 20.0)]
-    assert {row["step"] for row in read_csv(out / "training.csv")} == {"1", "2"}
-    for name in ("training", "quantiles", "evaluation"):
-        check_png(out / f"{name}.png", "#D55E00")
+    assert "the last line (5) is torn" in output.err and str(run / "figures") in output.out
+    assert [row["step"] for row in read_csv(run / "figures" / "evaluation.csv")] == ["0", "2"]
+    assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1", "2"}
 
 
-def test_errors_are_one_line_that_names_the_file(tmp_path):
+def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
     def error(*argv) -> str:
         with pytest.raises(SystemExit) as caught:
             figures.main([*map(str, argv)])
@@ -95,6 +114,7 @@ def test_errors_are_one_line_that_names_the_file(tmp_path):
 
     run = write_run(tmp_path / "run", [metrics(1, 0.5)])
     assert "nowhere" in error(run, tmp_path / "nowhere")
+    assert "--smooth 0" in error(run, "--smooth", 0)
     assert str(run / "config.json") in error(run, "--output", run / "config.json")
     (run / "metrics.jsonl").unlink()
     assert "wait for the first" in error(run)
@@ -117,3 +137,9 @@ def test_labels_leave_folders_out_unless_two_runs_would_look_alike():
     paths = ["run-1/checkpoints/step_9", "run-2/checkpoints/step_9"]
     assert [figures.short(path, paths) for path in paths] == paths
     assert figures.short(0.002, [0.002, 0.01]) == "0.002"
+
+
+def test_figures_imports_nothing_of_the_project():
+    text = (ROOT / "scripts" / "figures.py").read_text()
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    assert imported - sys.stdlib_module_names == {"matplotlib"}

@@ -27,7 +27,11 @@ def worker(folder: Path) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     distributed.start()
     tokenizer, plain = rollout.load_tokenizer(TINY), rollout.load_model(str(folder))
+    if distributed.rank() > 0:
+        rollout.load_model = None  # the others are sent their shards
     policy = rollout.load_policy(str(folder), gradient_checkpointing=True)
+    options = distributed.patient._get_backend(torch.device("cpu")).options
+    assert options._timeout == distributed.PATIENCE  # one rank may wait long for another
     policy.train()
     ids = torch.arange(20, 60).view(2, 20) + distributed.rank()
     mask = torch.ones_like(ids, dtype=torch.bool)

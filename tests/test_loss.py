@@ -9,7 +9,7 @@ from reference import drawn
 
 from stapo import grpo_loss, quantile, stapo_loss
 
-NAN, INF = float("nan"), float("inf")
+INF = float("inf")
 
 
 @pytest.mark.parametrize("q", [0.0, 0.2, 0.75, 1.0])
@@ -27,7 +27,7 @@ def test_quantile_of_nothing_and_of_very_much():
 
 
 @pytest.mark.parametrize("method", ["stapo", "grpo"])
-@pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30])
+@pytest.mark.parametrize("garbage", [float("nan"), INF, -INF, 1e30])
 def test_padding_is_never_seen(garbage, method):
     logp, old_logp, advantages, entropy, mask = drawn()
     found = []
@@ -43,16 +43,6 @@ def test_padding_is_never_seen(garbage, method):
         assert h.grad is None and not any(s.requires_grad or s.dim() for s in sums.values())
         found.append((loss.detach(), x.grad, *sums.values()))
     assert all(map(torch.equal, *found))
-
-
-def test_silenced_token_with_an_exploded_ratio_leaves_no_trace():
-    """exp(200) is infinite; were it masked after exp, inf * 0 would make the gradient NaN."""
-    logp = torch.tensor([[-200.0, -1.0, -1.0]], requires_grad=True)
-    old_logp = torch.tensor([[-400.0, -1.0, -1.0]])
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    loss, _ = stapo_loss(logp, old_logp, torch.ones(1), torch.ones(1, 3), mask, tau_h=INF)
-    loss.backward()
-    assert float(loss.detach()) == -1.0 and logp.grad.tolist() == [[0.0, -0.5, -0.5]]
 
 
 def test_nothing_kept_is_a_connected_zero():

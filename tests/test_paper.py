@@ -250,7 +250,7 @@ def test_3_3_the_three_comparisons_are_strict():
 
 RUN = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 3 --batch_size 12
     --mini_batch_size 4 --group_size 4 --max_new_tokens 48 --warmup_steps 2 --lr 5e-4
-    --weight_decay 20 --grad_clip 0.05 --tau_p 0.4 --q 0.5 --tokens_per_micro_batch 300"""
+    --weight_decay 20 --grad_clip 0.05 --tau_p 0.4 --tokens_per_micro_batch 300"""
 
 
 def replay_update(model, reference, optimizer, responses, rewards, old_logp, cfg):
@@ -318,7 +318,7 @@ def replay(collected, cfg):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--method stapo",
+        "--method stapo --q 0.5",
         "--method stapo --quantile_over all --q 0.97",
         "--method 20-entropy",
         "--method grpo --beta 0.3",

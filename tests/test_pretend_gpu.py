@@ -1,6 +1,5 @@
 """Training, resuming, methods and evaluation on a GPU, or on one that is none (pretend_gpu.py)."""
 
-import json
 import os
 import re
 import shutil
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, read_rows
 
-ROOT = Path(__file__).parent.parent
 REAL = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(
     not REAL and (torch.version.cuda is not None or not shutil.which("g++")),
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
-import torch, eval, stapo
+import torch, eval, stapo, tokens
 from support import distributed
 assert distributed.device().type == "cuda" and not torch.zeros(1).is_cuda
 try:
@@ -29,7 +28,9 @@ except RuntimeError:
     pass
 for line in FLAGS.strip().splitlines():
     program, *flags = line.split()
-    {"stapo": stapo, "eval": eval}[program].main(flags)
+    {"stapo": stapo, "eval": eval, "tokens": tokens}[program].main(flags)
+assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+assert not torch.backends.cuda.cudnn_sdp_enabled()
 """
 TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batch_size 1
     --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
@@ -40,19 +41,15 @@ def run(flags: str, folder: Path) -> str:
     program = folder / "program.py"
     program.write_text(f"FLAGS = '''{flags}'''\n{PROGRAM}")
     command = [sys.executable, *([] if REAL else ["tests/pretend_gpu.py"]), str(program)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts", "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
     done = subprocess.run(command, timeout=240, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stderr
 
 
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_everything_runs_on_cuda(tmp_path):
-    """A run that is resumed, and evaluated with a verifier."""
+    """A run that is resumed, looked at, and evaluated with a verifier."""
     own = "def letters(response, row):\n    return sum(map(ord, response))\n"
     (tmp_path / "own.py").write_text(own)
     common = " ".join(f"{TINY} --reward {tmp_path}/own.py:letters".split())  # groups that differ
@@ -64,13 +61,15 @@ def test_everything_runs_on_cuda(tmp_path):
     lines = [
         f"{train} --steps 1",
         f"stapo --steps 2 --resume {output}",
+        f"tokens {output} --output {tmp_path}/tokens",
         f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {judge} "
         f"--output {tmp_path}/eval",
     ]
     said = run("\n".join(lines), tmp_path)
     weights = re.findall("^1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
-    assert weights == ["float32", "float32", "bfloat16"]
-    lines = metrics(output)
+    assert weights == ["float32", "float32", "bfloat16", "bfloat16"]
+    assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
+    lines = read_rows(output / "metrics.jsonl")
     found = [(line["step"], "eval" in line) for line in lines]
     assert found == [(0, True), (1, False), (2, False), (2, True)]
     steps = [line for line in lines if "eval" not in line]
@@ -83,7 +82,7 @@ def test_everything_runs_on_cuda(tmp_path):
 def test_the_main_job_on_cuda(tmp_path):
     """Two steps of 512 responses each: what samples is what scores, and weights move."""
     run(f"stapo @tests/tiny/args --steps 2 --output {tmp_path}/run", tmp_path)
-    for line in metrics(tmp_path / "run"):
+    for line in read_rows(tmp_path / "run" / "metrics.jsonl"):
         print(f"\n{line}")
         assert abs(line["sampling_z"]) < 6 and line["grad_norm"] > 0
         assert abs(line["ratio_mean"] - 1) < 0.05 and line["skipped_updates"] == 0

@@ -1,5 +1,6 @@
 """The update of a mini-batch, and whole runs of stapo.py."""
 
+import contextlib
 import copy
 import json
 import math
@@ -19,6 +20,7 @@ import stapo
 from rollout import Response, TokenStats
 from stapo import Config, micro_batches, update
 from support import bookkeeping
+from support.errors import InputError
 from support.seeds import generator, mix_seed
 
 
@@ -79,31 +81,12 @@ class Frozen:
 
 
 def gradient_of(model, batch, current, **flags):
-    """The gradient of an update, and its metrics."""
+    """The gradient of an update, what its method keeps, and its metrics."""
     cfg, optimizer = Config(grad_clip=math.inf, **flags), Frozen(model)
     choice, counts = choose(batch, current, **flags)
     totals = update(rollout.Policy(model), optimizer, batch, choice.keep, counts, cfg)
-    return optimizer.gradient, totals | {key: counts[key] for key in ("candidates", "silenced")}
-
-
-def assert_update_is_the_reference(model, batch, current, options, **flags):
-    """The gradient, the loss and every sum of update() against the objective's definition.
-
-    options go to the reference, flags to the project.
-    """
-    columns = responses_of(batch), batch.advantages.tolist(), ragged(batch.old.logp, batch.mask)
-    lengths = [len(response.ids) for response in columns[0]]
-    draws = [generator(seed, "noise") for seed in batch.seeds.tolist()]  # a number for each token
-    noise = [torch.rand(n, generator=draw) for n, draw in zip(lengths, draws)]
-    model.zero_grad()
-    given = {"noise": noise, "ref_logp": ragged(batch.ref_logp, batch.mask)}
-    loss, sums = method_loss(model, *columns, **given, **options)
-    loss.backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
-    got, totals = gradient_of(model, batch, current, **flags)
-    assert {key: totals[key] for key in sums} == pytest.approx(sums, rel=1e-4)
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
-    return totals
+    counts = {key: counts[key] for key in ("candidates", "silenced")}
+    return optimizer.gradient, choice.keep, totals | counts
 
 
 @pytest.fixture
@@ -116,43 +99,75 @@ def policy(model):
     return rollout.Policy(model)
 
 
-@pytest.mark.parametrize("budget, shuffled", [(1, False), (60, True), (10_000, True)])
-def test_update_is_one_loss_over_the_mini_batch(model, budget, shuffled):
-    """For every micro-batch size and order; zero-advantage groups are skipped, yet counted."""
-    batch, current = make_mini_batch(model)
-    if shuffled:
-        order = torch.randperm(len(batch.ids))
-        batch, current = batch.take(order), TokenStats(*(values[order] for values in current))
-    options = {"method": "stapo", "tau_p": 0.005}  # pi_old has one token fewer below it
-    flags = options | {"tokens_per_micro_batch": budget}
-    totals = assert_update_is_the_reference(model, batch, current, options, **flags)
-    assert totals["silenced"] > 3
+STAPO = {"method": "stapo", "tau_p": 0.005}  # pi_old has one token fewer below it
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, seed, budget, shuffled",
     [
-        {"method": "justrl"},
-        {"method": "full-mask"},
-        {"method": "high-entropy"},
-        {"method": "random"},
-        {"method": "20-entropy"},
-        {"method": "stapo", "quantile_over": "all"},
-        {"method": "grpo", "beta": 0.1},
+        (STAPO, 0, 1, False),
+        (STAPO, 0, 60, True),
+        (STAPO, 0, 10_000, True),
+        ({"method": "justrl"}, 1, 100, False),
+        ({"method": "full-mask"}, 1, 100, False),
+        ({"method": "high-entropy"}, 1, 100, False),
+        ({"method": "random"}, 1, 100, False),
+        ({"method": "20-entropy"}, 1, 100, False),
+        ({"method": "stapo", "quantile_over": "all"}, 1, 100, False),
+        ({"method": "grpo", "beta": 0.1}, 1, 100, False),
     ],
-    ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_baselines_are_the_table(model, options):
-    """Which tokens carry a gradient and what they are divided by, from the definitions."""
-    batch, current = make_mini_batch(model, seed=1)
-    flags = options | {"tokens_per_micro_batch": 100}
-    totals = assert_update_is_the_reference(model, batch, current, options, **flags)
+def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget, shuffled):
+    """The gradient, the loss and every sum against the objective of each method.
+
+    For every micro-batch size and order; zero-advantage groups are skipped, yet counted.
+    """
+    batch, current = make_mini_batch(model, seed)
+    if shuffled:
+        order = torch.randperm(len(batch.ids))
+        batch, current = batch.take(order), TokenStats(*(values[order] for values in current))
+    responses = responses_of(batch)
+    draws = [generator(seed, "noise") for seed in batch.seeds.tolist()]  # a number for each token
+    noise = [torch.rand(len(r.ids), generator=draw) for r, draw in zip(responses, draws)]
+    given = {"noise": noise, "ref_logp": ragged(batch.ref_logp, batch.mask)}
+    old_logp = ragged(batch.old.logp, batch.mask)
+    loss, sums = method_loss(
+        model, responses, batch.advantages.tolist(), old_logp, **given, **options
+    )
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    flags = options | {"tokens_per_micro_batch": budget}
+    got, keep, totals = gradient_of(model, batch, current, **flags)
+    assert {key: totals[key] for key in sums} == pytest.approx(sums, rel=1e-4)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    if options["method"] in ("stapo", "high-entropy", "random"):
+        assert totals["silenced"] > 3
     if options["method"] in ("high-entropy", "random"):  # as many as STAPO, and others
-        (as_stapo, counts), (own, _) = (
-            choose(batch, current, method=method) for method in ("stapo", options["method"])
-        )
-        assert totals["silenced"] == counts["silenced"] > 3
-        assert not torch.equal(own.keep, as_stapo.keep)
+        as_stapo, counts = choose(batch, current, method="stapo")
+        assert totals["silenced"] == counts["silenced"]
+        assert not torch.equal(keep, as_stapo.keep)
+
+
+@pytest.mark.parametrize("method", stapo.METHODS)
+def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
+    """The gradient with another value than the default; tau_p changes a metric of all methods."""
+    batch, current = make_mini_batch(model, seed=1)
+    monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS[method])
+    plain = gradient_of(model, batch, current, method=method)[0]
+    others = {"q": 0.2, "quantile_over": "all", "eps_high": 0.05, "beta": 0.5, "tau_p": 0.02}
+    for name, value in others.items():
+        flags = {"method": method, name: value}
+        same = torch.equal(gradient_of(model, batch, current, **flags)[0], plain)
+        of_stapo = name == "quantile_over" and method != "stapo"  # STAPO's alone, by definition
+        refusal = contextlib.nullcontext()
+        if of_stapo or same and name != "tau_p":
+            said = f"--{name} {value}: --method {method} does not read it"
+            refusal = pytest.raises(InputError, match=said)
+        with refusal:
+            stapo.check_flags(Config(**flags))
+        stapo.check_flags(Config(**flags, resume="RUN"))  # a run that has begun goes on
+        stapo.check_flags(Config(**flags | {"method": "own"}))  # may read everything
 
 
 def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
@@ -417,12 +432,9 @@ def missing(response, row):
         ("--method ppo", "--method"),
         ("--model no/such/model", "no/such/model: no tokenizer"),
         ("--data nowhere.jsonl", "nowhere.jsonl"),
-        ("--data {folder}/empty.jsonl", "empty.jsonl"),
-        ("--data {folder}/unanswered.jsonl", "row 2"),
         ("--batch_size 5", "--mini_batch_size"),
         ("--q 1.5", "--q 1.5"),
         ("--group_size 1", "--group_size"),
-        ("--beta 0.5", "--beta"),
         ("--max_prompt_tokens 1", "--max_prompt_tokens"),
         ("--steps 0", "--steps"),
         ("--lr nan", "--lr"),
@@ -434,8 +446,7 @@ def missing(response, row):
             "--max_new_tokens 40: the longest",
         ),
         ("--grad_clip 0", "--grad_clip"),
-        ("--output {folder}/held", "--resume"),
-        ("--output {folder}/empty.jsonl/run", "--output"),
+        ("--output {folder}/torn.jsonl/run", "--output"),
         ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
         ("--model {folder}/no_weights", "no_weights: no model there"),
         ("--data {folder}/torn.jsonl", "torn.jsonl: cannot be read"),
@@ -449,27 +460,16 @@ def missing(response, row):
     ],
 )
 def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys, flags, names):
-    (tmp_path / "empty.jsonl").touch()
-    rows = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": None}]
-    (tmp_path / "unanswered.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "torn.jsonl").write_text('{"problem": "1+1", "ans')
     Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "hollow.parquet")
     for name in ("no_weights", "shell"):
         tokenizer.save_pretrained(tmp_path / name)
     shutil.copy(TINY / "config.json", tmp_path / "shell")
     (tmp_path / "long.jsonl").write_text(json.dumps({"problem": "1+" * 5000, "answer": "2"}))
-    (tmp_path / "held").mkdir()
-    (tmp_path / "held/metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "own.py").write_text(REWARDS)
     (tmp_path / "broken.py").write_text("1 / 0")
     message = refused(capsys, f"{FLAGS} --output {tmp_path}/run {flags.format(folder=tmp_path)}")
     assert names in message.strip().splitlines()[-1]
-
-
-def test_arguments_file(tmp_path):
-    (tmp_path / "args").write_text('--lr 1 --q 0.5  # a comment\n--instruction "two words"\n\n')
-    cfg = bookkeeping.parse_flags(Config, "", [f"@{tmp_path}/args", "--lr", "2"])
-    assert (cfg.lr, cfg.q, cfg.instruction, cfg.tau_p) == (2.0, 0.5, "two words", 0.002)
 
 
 def test_epochs_visit_every_problem_once():
