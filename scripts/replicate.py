@@ -246,8 +246,7 @@ TEXTS |= {"answers": ".0f", "right, %": ".1f"}
 EACH = {"entropy, end": "each .2f", "entropy, highest": "each .2f"}
 EACH |= {key: "each .0f" for key in ("tokens", "no box, %", "right, %")}
 
-Results = dict[str, dict[int, dict[str, Any]]]  # key of a group -> seed -> its numbers
-Curves = dict[str, dict[int, list[dict[str, Any]]]]  # key of a group -> seed -> its steps
+Results = dict[str, dict[int, dict[str, Any]]]  # key of a group -> seed -> numbers, and "lines"
 
 
 def mean_of(lines: list[dict], key: str, steps: str) -> float:
@@ -363,21 +362,22 @@ COLOURS = {  # those of figures.py where it has the row
 def draw_band(axes: Axes, runs: dict[int, list[dict]], key: str, name: str, **style: str) -> None:
     """A row's mean against the step, in a band from its smallest run to its largest."""
     factor = 1 if key == "entropy" else 100
-    columns = [[factor * line[key] for line in lines] for lines in zip(*runs.values())]
+    every = [run["lines"] for run in runs.values()]
+    columns = [[factor * line[key] for line in lines] for lines in zip(*every)]
     steps = range(1, len(columns) + 1)
     axes.plot(steps, [fmean(column) for column in columns], color=COLOURS[name], **style)
     ends = [min(column) for column in columns], [max(column) for column in columns]
     axes.fill_between(steps, *ends, color=COLOURS[name], alpha=0.15, linewidth=0)
 
 
-def draw_methods(groups: list[Group], found: Results, curves: Curves, file: Path) -> None:
+def draw_methods(groups: list[Group], found: Results, file: Path) -> None:
     """Accuracy and entropy of the main rows and the controls; the gain against the share."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for group in groups:
         if group.base == "tests/tiny" and group.name in ("STAPO", "JustRL", *CONTROLS):
             silence = "silence rare tokens of " if group.name in CONTROLS else ""
-            draw_band(left, curves[group.key], "accuracy", group.name, label=silence + group.name)
-            draw_band(middle, curves[group.key], "entropy", group.name)
+            draw_band(left, found[group.key], "accuracy", group.name, label=silence + group.name)
+            draw_band(middle, found[group.key], "entropy", group.name)
         runs = [run for run in found[group.key].values() if "entropy, ratio" in run]
         if group.name == "JustRL" and runs:
             share = fmean(run["silenced by STAPO, %"] for run in runs)
@@ -397,7 +397,7 @@ def draw_methods(groups: list[Group], found: Results, curves: Curves, file: Path
     figure.savefig(file, dpi=110)
 
 
-def report_methods(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
+def report_methods(groups: list[Group], found: Results, output: Path) -> None:
     """The tables and the picture."""
     compare(groups, found)
     bases = {group.base: found[group.key] for group in groups if group.name == "JustRL"}
@@ -409,10 +409,10 @@ def report_methods(groups: list[Group], found: Results, curves: Curves, output: 
     print(f"\ntests/tiny, minus STAPO\n\n{table(tiny, DIFFERENCES)}")
     longer = {group.name: found[group.key] for group in groups if group.steps == LONG}
     print(f"\nLonger runs\n\n{table(longer, LONGER)}")
-    draw_methods(groups, found, curves, output / "replication.png")
+    draw_methods(groups, found, output / "replication.png")
 
 
-def report_drift(groups: list[Group], found: Results, curves: Curves, output: Path) -> None:
+def report_drift(groups: list[Group], found: Results, output: Path) -> None:
     """The tables; entropy of the rows with several seeds and, dashed, of the longer pair."""
     rows = {group.name: found[group.key] for group in groups}
     first = {seed: run["before"] for seed, run in found[groups[0].key].items()}
@@ -424,7 +424,7 @@ def report_drift(groups: list[Group], found: Results, curves: Curves, output: Pa
         name = group.name.removesuffix(f", {LONG_DRIFT} steps")
         if name in COLOURS:
             style = {"label": group.name, "linestyle": "-" if name == group.name else "--"}
-            draw_band(axes, curves[group.key], "entropy", name, **style)
+            draw_band(axes, found[group.key], "entropy", name, **style)
     axes.set(xlabel="step", ylabel="policy entropy (nats)", ylim=(0, None))
     figure.legend(loc="outside lower left", ncols=5)
     figure.savefig(output / "drift.png", dpi=110)
@@ -439,17 +439,16 @@ PARTS = {  # plan, the numbers of a run, tables and picture
 def report(part: str, output: Path) -> None:
     """Tables and the picture of the runs that are whole."""
     plan, measure, show = PARTS[part]
-    found, curves = {}, {}
+    found = {}
     for group in plan:
         for seed in group.seeds:
             folder = output / f"{group.key}-{seed}"
             lines = read_run(folder, group.steps)
             if lines:
-                curves.setdefault(group.key, {})[seed] = lines
-                found.setdefault(group.key, {})[seed] = measure(lines, folder)
+                found.setdefault(group.key, {})[seed] = measure(lines, folder) | {"lines": lines}
     groups = [group for group in plan if group.key in found]
     if groups:
-        show(groups, found, curves, output)
+        show(groups, found, output)
 
 
 def main() -> None:

@@ -41,14 +41,14 @@ def test_plain_head_is_the_twin_of_head_stats():
     inputs = bench.head_inputs(tokens=37, words=301, width=16)
     ours, plain = bench.run_head("ours", inputs), bench.run_head("plain", inputs)
     for a, b in zip(ours, plain, strict=True):
-        assert bench.error(a, b) < 1e-5
+        assert 0 < bench.error(a, b) < 1e-5  # two computations: they round differently
 
 
 def test_plain_update_is_the_twin_of_update(monkeypatch):
     compare, differences = bench.error, []
     monkeypatch.setattr(bench, "error", lambda *pair: differences.append(compare(*pair)) or 0.0)
     assert len(list(bench.update(quick=True))) == 2
-    assert 0 < differences[-1] < 1e-5  # two computations: they round differently
+    assert 0 < differences[-1] < 1e-5
     monkeypatch.setattr(bench, "error", compare)
     # With this loss responses with A = 0 have a gradient, too. The twin alone forwards them.
     monkeypatch.setattr(stapo, "objective", lambda *args: (args[2].sum(), {}))
@@ -209,17 +209,17 @@ def test_lengths_are_log_normal():
 
 
 def test_costs_by_hand(monkeypatch):
-    """64 responses on two GPUs that hold all of them, and evaluations of 376."""
+    """64 responses on two GPUs, and evaluations of 376: a hundred at a time on each."""
     often = {"steps": 80, "eval_every": 40, "eval_benchmarks": ["aime24", "math500"]}
     often |= {"eval_limit": 64, "eval_samples": 4}
     sizes = {"batch_size": 8, "mini_batch_size": 2, "group_size": 8, "max_new_tokens": 4096}
-    cfg, size = stapo.Config(**often, **sizes), 1_720_574_976
+    cfg, size = stapo.Config(**often, **sizes, rollout_batch_size=100), 1_720_574_976
     model, card = costs.empty_model("1.7B"), costs.Card(1000, 1e15, 1e18)
     monkeypatch.setattr(costs, "HOST_SECONDS", 1e-3)  # the host decides: 0.829 s a decoding step
 
     def sampling(count):
         lengths = costs.response_lengths(count, 4096)
-        steps = [len(costs.rollout_steps(lengths[i::2], count)) for i in (0, 1)]
+        steps = [len(costs.rollout_steps(lengths[i::2], 100)) for i in (0, 1)]
         return 0.829 * costs.CHECK_EVERY * max(steps), sum(lengths)
 
     found, (seconds, tokens) = costs.cost(cfg, model, 2, card), sampling(64)
@@ -236,8 +236,8 @@ def test_costs_by_hand(monkeypatch):
     assert without["hours"] == pytest.approx(hours - 3 * evaluation / 3600)
     # the table under one decoding: 32 samples of 100 problems, 4 of 1,446
     assert costs.evaluation_size(list(costs.PROBLEMS)) == 32 * 100 + 4 * 1446
-    with pytest.raises(ValueError, match="does not fit on 1 x 24 GB"):
-        costs.cost(cfg, model, 1, costs.CARDS["RTX 4090"])
+    with pytest.raises(ValueError, match="does not fit on 1 x 34 GB"):
+        costs.cost(cfg, model, 1, costs.Card(34, 1e15, 1e18))  # an update takes 32.8 GB
 
 
 def test_a_decoding_step_by_hand(monkeypatch):

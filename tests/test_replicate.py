@@ -30,9 +30,9 @@ def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0):
 
 
 def test_tables_are_taken_run_by_run(tmp_path, capsys):
-    early, late = [0.1] * 4 + [0.4] * 6, [0.9] * 15  # steps 5 to 10 at 40 %, 11 to 25 at 90 %
+    early, late = [0.1] * 4 + [0.4] * 6, [0.9] * 10 + [0.95] * 5  # steps 5, 11 and 21 begin them
     write(tmp_path / "tests-tiny-STAPO-2", early + late)
-    write(tmp_path / "tests-tiny-STAPO-3", early + late)
+    write(tmp_path / "tests-tiny-STAPO-3", early + late, after=91.0)
     write(tmp_path / "tests-tiny-JustRL-2", early + [0.68] * 15, 0.75, after=80.0)
     write(tmp_path / "tests-tiny-JustRL-3", early + [0.57] * 15, 1.0, after=82.0)
     write(tmp_path / "noise-12-pct-STAPO-2", early + late)  # alone: no difference to be taken
@@ -42,12 +42,12 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     # 10 to 20: (40 + 10 * 90) / 11 = 85.45, (40 + 680) / 11 = 65.45, (40 + 570) / 11 = 55.45;
     # JustRL's mean 60.45 and its standard error 10 / sqrt 2 / sqrt 2 = 5
-    row = "| 2 | 1.00 | 40.0 ± 0.0 | 85.5 ± 0.0 | 90.0 ± 0.0 | 90.0 ± 0.0 | 0.500 ± 0.000 | 11.0 |"
+    row = "| 2 | 1.00 | 40.0 ± 0.0 | 85.5 ± 0.0 | 95.0 ± 0.0 | 90.5 ± 0.5 | 0.500 ± 0.000 | 11.0 |"
     assert f"| STAPO {row}" in printed
     row = "| 2 | 1.00 | 40.0 ± 0.0 | 60.5 ± 5.0 | 62.5 ± 5.5 | 81.0 ± 1.0 | 0.875 ± 0.125 | never |"
     assert f"| JustRL {row}" in printed
     # the ratios of entropy are 1.5 and 2
-    row = "+0.0 ± 0.0 | -25.0 ± 5.0 | -27.5 ± 5.5 | -9.0 ± 1.0 | 1.75 | -20.0 -30.0 |"
+    row = "+0.0 ± 0.0 | -25.0 ± 5.0 | -32.5 ± 5.5 | -9.5 ± 0.5 | 1.75 | -20.0 -30.0 |"
     assert f"| JustRL | 2 | {row}" in printed
     assert f"| tests/tiny | 2 | 5.0 | 1.00 | 85.5 ± 0.0 | {row}" in printed
     assert not any("noise 12 %" in line for line in printed)

@@ -180,7 +180,7 @@ def test_one_step_measures_a_plain_sgd_step_and_takes_it_back(tiny, batch, chose
         parameter.grad = -grad
     norm = torch.cat([parameter.grad.flatten() for parameter in tiny.parameters()]).norm()
     torch.optim.SGD(tiny.parameters(), lr=1e-3).step()
-    change, kl, factor, same_sign = [], [], [], []
+    change, kl, factor, lemma, same_sign = [], [], [], [], []
     at = 0
     for ids, mask, inside, a in zip(batch.ids, batch.mask, chosen, batch.advantages.tolist()):
         with torch.no_grad():
@@ -191,12 +191,15 @@ def test_one_step_measures_a_plain_sgd_step_and_takes_it_back(tiny, batch, chose
             kl.append(float((p * (p / q).log()).sum()))
             if inside[column]:
                 y = int(ids[column])
-                lemma = -float(p[y]) * (float(p[y].log()) - float((p * p.log()).sum())) * a
-                same_sign.append(lemma * change[-1] > 0)
+                lemma.append(-float(p[y]) * (float(p[y].log()) - float((p * p.log()).sum())) * a)
+                same_sign.append(lemma[-1] * change[-1] > 0)
                 factor.append(math.sqrt(1 - 2 * float(p[y]) + float((p * p).sum())))
             at += 1
     assert stats["tokens"] == len(factor)
     assert float(stats["norm"]) == pytest.approx(float(norm), rel=1e-4)
+    own, advantages = chosen[batch.mask], batch.advantages[:, None].expand_as(chosen)[chosen]
+    predicted = causal.entropy_lemma(batch.log_pi[own], batch.ids[chosen], advantages)
+    assert predicted.tolist() == pytest.approx(lemma)
     found = {"change": change, "kl": kl, "factor": factor, "same_sign": same_sign}
     for key, values in found.items():
         assert float(stats[key]) == pytest.approx(sum(values) / len(values), rel=1e-3, abs=1e-10)
