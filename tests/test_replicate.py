@@ -147,7 +147,7 @@ def test_controls_silence_rare_tokens_of_the_other_answers(method, asked, monkey
     monkeypatch.setattr(stapo, "main", seen.append)
     replicate.train_control(["--steps", "3"])
     assert seen == [["--steps", "3"]]
-    choose, reads, divides_by = stapo.METHODS[method]
+    choose, reads, divides_by, _ = stapo.METHODS[method]
     assert (reads, divides_by) == ("all", "kept")
     draw = torch.Generator().manual_seed(0)
     responses = [Response([5, 6], [7] * length, True, "") for length in range(20, 60)]
