@@ -118,13 +118,13 @@ class Config:
     # memory and files
     rollout_batch_size: int = flag(256, "responses decoded at a time at most, on each rank")
     tokens_per_micro_batch: int = flag(16384, "rows times longest row at most, on each rank")
-    gradient_checkpointing: bool = flag(True, "recompute activations: less memory, more time")
+    gradient_checkpointing: bool = flag(True, "whether to recompute activations, to save memory")
     threads: int = flag(0, "CPU threads of each rank (0: torch's choice)")
     save_every: int = flag(
         50, "steps between checkpoints (0: none); evaluations and the end save too"
     )
     save_minutes: float = flag(
-        60, "minutes after a checkpoint from which the end of a step saves (0: none)"
+        60, "a step that ends so many minutes after a checkpoint saves, too (0: none)"
     )
     keep_last: int = flag(2, "checkpoints kept")
     log_samples: int = flag(8, "responses of every step that go to samples.jsonl")
