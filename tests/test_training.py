@@ -283,6 +283,14 @@ def test_the_example_of_silence_spurious(monkeypatch):
     assert not choose(batch, batch.old)[0].keep.any()
 
 
+def test_right_is_a_reward_above_zero():
+    """A reward of one's own can be 0. Of the right response's two tokens one is rare."""
+    batch = batch_of((0.0, [0.001], [1.0]), (0.5, [0.5, 0.001], [1.0, 1.0]), (-0.5, [0.001], [1.0]))
+    rewards = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64)
+    line = stapo.rollout_metrics(replace(batch, rewards=rewards), tau_p=0.002)
+    assert line["accuracy"] == pytest.approx(1 / 3) and line["low_prob_fraction"] == 0.5
+
+
 def test_twenty_entropy_keeps_the_token_at_the_quantile():
     """Six tokens: the 0.8-quantile is the fifth entropy itself, which is kept (>=)."""
     batch = batch_of((1.0, [1.0] * 6, [0.5, 0.1, 0.9, 0.3, 0.7, 0.2]))
@@ -461,10 +469,7 @@ def missing(response, row):
         ("--lr 0", "--lr"),
         # before the weights are asked for
         ("--model {folder}/shell --max_new_tokens 4090", "--max_new_tokens 4090: the longest"),
-        (
-            "--eval_every 1 --eval_benchmarks {folder}/long.jsonl",
-            "--max_new_tokens 40: the longest",
-        ),
+        ("--eval_every 1 --eval_benchmarks {folder}/long.jsonl", "tokens 40: the longest"),
         ("--grad_clip 0", "--grad_clip"),
         ("--output {folder}/torn.jsonl/run", "--output"),
         ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
