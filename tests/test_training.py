@@ -469,7 +469,10 @@ def missing(response, row):
         ("--lr 0", "--lr"),
         # before the weights are asked for
         ("--model {folder}/shell --max_new_tokens 4090", "--max_new_tokens 4090: the longest"),
-        ("--eval_every 1 --eval_benchmarks {folder}/long.jsonl", "tokens 40: the longest"),
+        (
+            "--eval_every 1 --eval_benchmarks {folder}/long.jsonl",
+            "--max_new_tokens 40: the longest",
+        ),
         ("--grad_clip 0", "--grad_clip"),
         ("--output {folder}/torn.jsonl/run", "--output"),
         ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
