@@ -72,15 +72,17 @@ class Group:
 def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     """Return metric -> {step: mean of the last `window` values} of a metrics.jsonl, without nulls.
 
-    The scores of evaluations are the metrics eval/BENCHMARK, which are not smoothed. Their step 0
-    is the model before training. Raises ValueError if there is no number yet.
+    The scores of evaluations are the metrics "eval/BENCHMARK, N problems", which are not smoothed.
+    Their step 0 is the model before training. Scores over other numbers of problems are no part of
+    the same curve or mean. Raises ValueError if there is no number yet.
     """
     series: dict[str, dict[int, float]] = defaultdict(dict)
     for line in log.read_text("utf-8").splitlines() if log.exists() else []:
         with contextlib.suppress(ValueError):  # the last line may be half written
             row = json.loads(line)
             scores = row.pop("eval", None) or {}
-            row |= {f"eval/{name}": score["mean"] for name, score in scores.items()}
+            for name, score in scores.items():
+                row[f"eval/{name}, {score['problems']} problems"] = score["mean"]
             for key, value in row.items():
                 if isinstance(value, int | float):
                     series[key][row["step"]] = value
@@ -153,7 +155,9 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], window: int, out: 
                 row |= {"mean": fmean(values), "min": min(values), "max": max(values)}
                 rows.append(row | {"runs": len(values)})
     recorded = [metric for metric in panels if any(row["metric"] == metric for row in rows)]
-    if not recorded:
+    if not recorded:  # pictures of other runs must not stay beside the new ones
+        for old in (out / f"{stem}.png", out / f"{stem}.csv"):
+            old.unlink(missing_ok=True)
         return
     write_csv(out / f"{stem}.csv", rows)
     columns = 3 if len(recorded) > 4 else min(2, len(recorded))

@@ -42,6 +42,8 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
     runs = [write_run(tmp_path / f"{seed}", rows, seed=seed) for seed, rows in enumerate(seeds)]
     runs.append(write_run(tmp_path / "other", [metrics(1, 0.5)], tau_p=0.01))
     runs.append(write_run(tmp_path / "base", [metrics(1, 0.4)], method="justrl"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "evaluation.csv").write_text("of other runs")
     figures.main([*map(str, runs), "--output", str(tmp_path / "out")])
     rows = read_csv(tmp_path / "out" / "training.csv")
     found = {
@@ -60,27 +62,31 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
     assert not (tmp_path / "out" / "evaluation.csv").exists()
 
 
-def test_smoothing_is_the_mean_of_the_last_values_and_spares_evaluations(tmp_path):
+def test_smoothing_spares_evaluations_and_other_numbers_of_problems_are_other_curves(tmp_path):
     rows = [metrics(s, s / 10, silenced_fraction=1e-5 * (s % 2)) for s in range(1, 7)]
-    rows[1]["eval"], rows[5]["eval"] = {"aime24": {"mean": 10.0}}, {"aime24": {"mean": 30.0}}
+    for step, mean, problems in ((2, 10.0, 30), (4, 90.0, 8), (6, 30.0, 30)):
+        rows[step - 1]["eval"] = {"aime24": {"mean": mean, "problems": problems}}
     run = write_run(tmp_path / "run", rows)
     figures.main([str(run), "--smooth", "3"])
     table = read_csv(run / "figures" / "training.csv")
     means = [float(row["mean"]) for row in table if row["metric"] == "accuracy"]
     assert means == pytest.approx([0.1, 0.15, 0.2, 0.3, 0.4, 0.5])
     scores = read_csv(run / "figures" / "evaluation.csv")
-    assert [(row["step"], float(row["mean"])) for row in scores] == [("2", 10.0), ("6", 30.0)]
+    found = [(row["metric"], int(row["step"]), float(row["mean"])) for row in scores]
+    curve = "eval/aime24, 30 problems"
+    assert found == [(curve, 2, 10.0), (curve, 6, 30.0), ("eval/aime24, 8 problems", 4, 90.0)]
     for name in ("training", "quantiles", "updates", "evaluation"):
         check_png(run / "figures" / f"{name}.png", "#D55E00")
 
 
 def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, undrawn, capsys):
     """After the evaluation before step 1, and again amid the writing of the third step's line."""
-    first = {"step": 0, "eval": {"aime24": {"mean": 10.0}}}
+    score = {"mean": 10.0, "problems": 30}
+    first = {"step": 0, "eval": {"aime24": score}}
     run = write_run(tmp_path / "run", [first])
     figures.main([str(run)])
     assert [path.name for path in (run / "figures").iterdir()] == ["evaluation.csv"]
-    rows = [first, metrics(1, 0.4), metrics(2, 0.5), {"step": 2, "eval": {"aime24": {"mean": 20}}}]
+    rows = [first, metrics(1, 0.4), metrics(2, 0.5), {"step": 2, "eval": {"aime24": score}}]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (run / "metrics.jsonl").write_text(text + '{"step": 3, "accu')
     figures.main([str(run)])
