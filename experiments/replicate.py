@@ -117,13 +117,9 @@ def methods_plan() -> list[Group]:
 
 def bases_plan() -> list[Group]:
     """STAPO and JustRL on five base models for each of two noise levels."""
-    plan = []
-    for base in [base for names in PRETRAININGS.values() for base in names]:
-        # The first are rows of methods_plan, too: the same runs serve both.
-        seeds, steps = (range(2, 7), STEPS) if base in NOISE_LEVELS else (range(2, 4), EARLY)
-        for name in ("STAPO", "JustRL"):
-            plan.append(Group(name, MAIN[name], seeds, base=base, steps=steps))
-    return plan
+    bases = [base for names in PRETRAININGS.values() for base in names]
+    rows = [(base, name) for base in bases for name in ("STAPO", "JustRL")]
+    return [Group(name, MAIN[name], range(2, 4), base=base) for base, name in rows]
 
 
 def why_plan() -> list[Group]:
@@ -257,6 +253,8 @@ EACH_SEED = {"10 to 20, each seed": "each +.1f"}
 DIFFERENCES = {span: "+.1f" for span in SPANS} | {"entropy, ratio": "mean .2f"}
 OF_EARLY = {span: "+.1f" for span in SPANS[:2]} | {"log-odds, 10 to 20": "mean +.2f"}
 OF_EARLY |= {"entropy, ratio": "mean .2f"}
+OF_BASES = {span: "+.1f" for span in SPANS}
+OF_BASES |= {"log-odds, 10 to 20": "+.2f", "entropy, ratio": ".2f"}
 WHY = {key: LEVELS[key] for key in ("silenced, %", "accuracy, 10 to 20", "entropy, 10 to 20")}
 LONGER = {f"accuracy, {span}": ".1f" for span in ("21 to 40", "81 to 100", "held out")}
 LONGER |= {"entropy, 81 to 100": ".3f"}
@@ -483,16 +481,16 @@ def report_methods(groups: list[Group], found: Results, output: Path) -> None:
 
 
 def report_bases(groups: list[Group], found: Results, output: Path) -> None:
-    """For each noise level a row for each base model, and one whose error is over base models."""
+    """For each noise level a row for each base model, and one with the error over base models."""
     for percent, bases in PRETRAININGS.items():
         rows = justrl_by_base(groups, found, bases)
         if rows:
             over = [
-                {key: fmean(run[key] for run in runs.values()) for key in OF_EARLY}
+                {key: fmean(run[key] for run in runs.values()) for key in OF_BASES}
                 for runs in rows.values()
             ]
-            print(f"\nNoise {percent} %: JustRL minus STAPO\n\n{table(rows, OF_EARLY | EACH_SEED)}")
-            print(f"\nOver its base models\n\n{table({'mean': dict(enumerate(over))}, OF_EARLY)}")
+            rows["mean over base models"] = dict(enumerate(over))
+            print(f"\nNoise {percent} %: JustRL minus STAPO\n\n{table(rows, OF_BASES)}")
 
 
 def report_why(groups: list[Group], found: Results, output: Path) -> None:
