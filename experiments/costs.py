@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+import tables
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -152,7 +153,7 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
     }
 
 
-def tables() -> dict[Path, str]:
+def written_texts() -> dict[Path, str]:
     """What stands between the markers of docs/training.md and of each recipe."""
     texts, every = {}, []
     for run, places in RUNS.items():
@@ -161,9 +162,8 @@ def tables() -> dict[Path, str]:
         lines += [f"disk: {rows[0]['GB of disk']} GB (checkpoints; downloads)"]
         texts |= {ROOT / run[1:]: "".join(f"#   {x}\n" for x in lines)} if run[0] == "@" else {}
         every += rows
-    lines = [every[0].keys(), ["---"] * len(every[0]), *(row.values() for row in every)]
-    markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return texts | {ROOT / "docs" / "training.md": f"{markdown}\n{TEXT}\n"}
+    lines = [tables.head(list(every[0])), *(tables.line(row.values()) for row in every)]
+    return texts | {ROOT / "docs" / "training.md": "\n".join([*lines, "", TEXT, ""])}
 
 
 def written(content: str, text: str) -> str:
@@ -176,5 +176,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="into docs/training.md and recipes/")
     write = parser.parse_args().write
-    for file, text in tables().items():
+    for file, text in written_texts().items():
         file.write_text(written(file.read_text(), text)) if write else print(text)

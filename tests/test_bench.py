@@ -120,10 +120,10 @@ def test_the_pages_sentences_have_the_tables_hours():
     assert f"{days[0]} to {days[1]} days on eight H100 (estimated)" in readme
 
 
-@pytest.mark.parametrize("file", costs.tables(), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", costs.written_texts(), ids=lambda file: file.name)
 def test_pages_and_recipes_have_what_the_script_estimates(file):
     """Whatever stood between the lines that mark it."""
-    text, content = costs.tables()[file], file.read_text()
+    text, content = costs.written_texts()[file], file.read_text()
     other = content.replace(text, "other numbers\n")
     assert other != content == costs.written(other, text)
 
