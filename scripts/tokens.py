@@ -195,15 +195,16 @@ def describe(t: Tokens, row: int, sample: dict, text: Callable[[int], str]) -> d
 
 def quadrants(t: Tokens, all_tokens: int, label: str, tau_p: float) -> str:
     """Return the taxonomy of Sec. 3.2 as a Markdown table."""
-    text = f"### {label}\n\n| tokens with A > 0 | count | share | share of all responses' tokens "
-    text += "| mean gradient norm | silenced |\n" + "| --- " * 6 + "|\n"
+    of_all = "share of all responses' tokens"
+    rows = [["tokens with A > 0", "count", "share", of_all, "mean gradient norm", "silenced"]]
     for p, h in (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high")):
         here = (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))  # (N,)
         count, bold = int(here.sum()), "**" if p == h == "low" else ""
         shares = [f"{bold}{percent(count / total)}{bold}" for total in (len(here), all_tokens)]
-        text += f"| {p} p, {h} H | {count} | {' | '.join(shares)} "
-        text += f"| {t['norm'][here].mean():.3f} | {int(t['silenced'][here].sum())} |\n"
+        norm, silenced = f"{t['norm'][here].mean():.3f}", int(t["silenced"][here].sum())
+        rows.append([f"{p} p, {h} H", str(count), *shares, norm, str(silenced)])
     low, high = t["threshold"].min(), t["threshold"].max()
+    text = f"### {label}\n\n{evaluation.markdown(rows)}"
     text += f"\nLow p: below {tau_p:g}. Low H: below τ_h of the mini-batch, or, if it has none, "
     return text + f"the 0.8-quantile of H. This is {low:.3g} to {high:.3g} nats.\n"
 
