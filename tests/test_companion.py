@@ -166,8 +166,8 @@ def test_sampler_example(capsys):
     assert capsys.readouterr().out.startswith("gap ")
 
 
-def test_dapos_rule_by_hand_and_its_trial(tmp_path, monkeypatch, capsys):
-    """The strict rule, loaded as --reward loads it, and the page's trial of it without a model."""
+def test_dapos_rule_by_hand(tmp_path, monkeypatch):
+    """The strict rule, loaded as --reward loads it."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "scripts", "scripts", ignore=lambda *_: {"__pycache__"})
     dapo = load_reward("scripts/rewards.py:dapo")
@@ -180,9 +180,16 @@ def test_dapos_rule_by_hand_and_its_trial(tmp_path, monkeypatch, capsys):
     half = {"reward_model": {"ground_truth": r"\frac{1}{2}"}}
     assert dapo(r"\boxed{\frac{1}{2}}", {"row": half}) == 1.0
     assert dapo(r"\boxed{\frac{1}{2}+1}", {"row": half}) == -1.0
-    (tmp_path / "data.jsonl").write_text(json.dumps(row))
-    exec(example("try-reward"), {})
-    assert capsys.readouterr().out == f"1.0 {row}\n"
+
+
+def test_own_reward_example_and_its_trial(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(example("own-reward"))
+    for answer, value in ((34, "1.0"), ("3", "-1.0")):  # a number and a text
+        row = {"question": "6 + 28?", "answer": answer, "level": 3}
+        (tmp_path / "data.jsonl").write_text(json.dumps(row))
+        exec(example("try-reward"), {})
+        assert capsys.readouterr().out == f"{value} {row}\n"
 
 
 def test_the_readmes_block_is_the_loss():

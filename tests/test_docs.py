@@ -99,7 +99,7 @@ def test_files_that_the_pages_name_exist():
 
 
 def test_the_flags_that_may_differ_beside_resume():
-    listed = text_of("training.md").partition("A flag beside")[2].partition("Any other")[0]
+    listed = text_of("training.md").partition("may change only")[2].partition("Any other")[0]
     assert set(re.findall(r"`--(\w+)`", listed)) - {"resume"} == stapo.CHANGEABLE
 
 
