@@ -25,7 +25,8 @@ RECIPES = sorted((ROOT / "recipes").iterdir())
 OTHER_FLAGS = set(
     """nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout signal pid help jobs gpus
     shm-size ipc extra-index-url num_processes model_name_or_path output_dir max_steps
-    num_generations per_device_train_batch_size gradient_accumulation_steps use_peft cpu use_cpu
+    num_generations per_device_train_batch_size gradient_accumulation_steps use_peft lora_r
+    learning_rate cpu use_cpu
     steps_per_generation max_completion_length use_vllm vllm_gpu_memory_utilization""".split()
 )
 

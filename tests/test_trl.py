@@ -374,7 +374,8 @@ def engine(monkeypatch):
 def page() -> list[list[str]]:
     """The flags of each command of the page, as bash reads them."""
     text = (ROOT / "docs" / "using-the-loss.md").read_text()
-    block = re.search(r"```sh\n(flags=.*?)```", text, re.DOTALL)[1]
+    section = text.partition("## TRL")[2].partition("- **Set")[0].partition("**Tested")[2]
+    block = "".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL))
     written = """python() { printf '%s\\n' "$@" --end; }
         accelerate() { python "$@"; }; torchrun() { python "$@"; }
     """
