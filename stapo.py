@@ -524,9 +524,9 @@ def count_tokens(batch: Batch, stats: TokenStats, choice: Choice) -> dict[str, i
     counts = {
         "responses": len(batch.ids),
         "tokens": batch.mask.sum(),
-        "kept": choice.keep.sum(),
-        "candidates": choice.candidates.sum(),
-        "silenced": (choice.candidates & ~choice.keep).sum(),
+        "kept": (batch.mask & choice.keep).sum(),
+        "candidates": (batch.mask & choice.candidates).sum(),
+        "silenced": (batch.mask & choice.candidates & ~choice.keep).sum(),
         "not_finite": (batch.mask & ~finite).sum(),
     }
     return {name: int(count) for name, count in all_sum(counts).items()}
@@ -563,10 +563,11 @@ def objective(
     tensors = batch.old.logp, batch.ref_logp, batch.advantages, batch.mask, keep
     tensors = [x if x is None else x.to(logp.device, non_blocking=True) for x in tensors]
     old_logp, ref_logp, advantages, mask, keep = tensors
+    keep = keep & mask  # a mask of your own may be True outside responses
     if METHODS[cfg.method].divides_by == "responses":  # GRPO
         clip = {"eps_low": cfg.eps_low, "eps_high": cfg.eps_low}
         options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
-        loss = grpo_loss(logp, old_logp, ref_logp, advantages, mask, **options)
+        loss = grpo_loss(logp, old_logp, ref_logp, advantages, keep, **options)
     else:
         clip = {"eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
         loss = clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=denominator)

@@ -152,6 +152,34 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget, sh
         assert not torch.equal(keep, as_stapo.keep)
 
 
+@pytest.mark.parametrize("divides_by", ["kept", "tokens", "responses"])
+def test_a_mask_of_ones_own_is_trained_without_its_padding(model, monkeypatch, divides_by):
+    """Every denominator leaves out what the mask does. A mask may be true outside responses."""
+
+    def choose(batch, stats, cfg):
+        choice = stapo.silence_candidates(batch, stats, cfg)
+        return stapo.Choice(choice.keep | ~batch.mask, choice.candidates | ~batch.mask)
+
+    batch, current = make_mini_batch(model)
+    monkeypatch.setitem(stapo.METHODS, "own", stapo.Method(choose, "all", divides_by))
+    got, keep, totals = gradient_of(model, batch, current, method="own", eps_high=0.2)
+    responses, parts = responses_of(batch), []
+    for i, (old, kept) in enumerate(zip(batch.old.logp, keep)):
+        A, here = float(batch.advantages[i]), batch.mask[i]
+        rho = (row_stats(model, responses[i])[0] - old[here]).exp()
+        parts.append(torch.minimum(rho * A, rho.clamp(0.8, 1.2) * A)[kept[here]])
+    if divides_by == "responses":
+        loss = -sum(part.sum() / max(1, len(part)) for part in parts) / len(parts)
+    else:
+        loss = -torch.cat(parts).sum()
+        loss = loss / (len(torch.cat(parts)) if divides_by == "kept" else batch.mask.sum())
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert totals["silenced"] == int((batch.mask & ~keep).sum()) == totals["candidates"] > 3
+    assert totals["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("method", stapo.METHODS)
 def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
     """The gradient with another value than the default; tau_p changes a metric of all methods."""
