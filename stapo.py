@@ -43,7 +43,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -497,7 +497,7 @@ class Method(NamedTuple):
     reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
     divides_by: Literal["kept", "tokens", "responses"]  # the denominator: a key of count_tokens
     refuses: str = ""  # flags that it does not use: they must keep their defaults
-    kl: bool = False  # whether there is a KL term to the starting model, with the weight --beta
+    kl: bool = False  # a KL term to the starting model, weighted by --beta; needs "responses"
 
 
 METHODS = {
@@ -856,8 +856,14 @@ def check_flags(cfg: Config) -> None:
     fits = cfg.mini_batch_size % world_size() == 0
     need("mini_batch_size", fits, f"not a multiple of {world_size()} ranks")
     need("method", cfg.method in METHODS, f"not one of {', '.join(METHODS)}")
+    method = METHODS[cfg.method]
+    for name in ("reads", "divides_by"):
+        value, known = getattr(method, name), get_args(Method.__annotations__[name])
+        need("method", value in known, f"{name} is {value!r}, not one of {str(known)[1:-1]}")
+    kl_works = not method.kl or method.divides_by == "responses"
+    need("method", kl_works, 'a KL term needs divides_by="responses"')
     if not cfg.resume:  # a run that began with such a flag can be resumed
-        for name in refused_flags(METHODS[cfg.method]):
+        for name in refused_flags(method):
             unchanged = getattr(cfg, name) == getattr(Config, name)
             need(name, unchanged, f"cannot be used with --method {cfg.method}; leave it out")
 

@@ -184,7 +184,8 @@ def test_a_mask_of_ones_own_is_trained_without_its_padding(model, monkeypatch, d
 def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
     """The gradient with another value than the default; tau_p changes a metric of all methods."""
     batch, current = make_mini_batch(model, seed=1)
-    monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS[method]._replace(refuses="", kl=True))
+    free = {"refuses": "", "kl": True, "divides_by": "responses"}
+    monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS[method]._replace(**free))
     plain = gradient_of(model, batch, current, method=method)[0]
     others = {"q": 0.2, "quantile_over": "all", "eps_high": 0.05, "beta": 0.5, "tau_p": 0.02}
     for name, value in others.items():
@@ -199,6 +200,20 @@ def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
             stapo.check_flags(Config(**flags))
         stapo.check_flags(Config(**flags, resume="RUN"))  # a run that has begun goes on
         stapo.check_flags(Config(**flags | {"method": "own"}))  # may read everything
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"reads": "A>0"}, "reads is 'A>0', not one of 'A > 0', 'all', 'none'"),
+        ({"divides_by": "token"}, "divides_by is 'token', not one of 'kept', 'tokens', 'resp"),
+        ({"kl": True}, 'a KL term needs divides_by="responses"'),
+    ],
+)
+def test_a_row_of_methods_that_cannot_work_is_refused(monkeypatch, wrong, said):
+    monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS["stapo"]._replace(**wrong))
+    with pytest.raises(InputError, match=f"--method own: {said}"):
+        stapo.check_flags(Config(method="own"))
 
 
 def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
