@@ -499,7 +499,8 @@ def details_table(suite: Suite, scores: Scores) -> str:
             row["CORRECT (changed)"] = str(verified["CORRECT"])
             row |= {verdict: str(verified[verdict]) for verdict in VERDICTS[1:]}
         rows.append(row)
-    return markdown([list(rows[0]), *(list(row.values()) for row in rows)])
+    names = list(dict.fromkeys(name for row in rows for name in row))  # a row may lack some
+    return markdown([names, *([row.get(name, "") for name in names] for row in rows)])
 
 
 def markdown(rows: list[list[str]]) -> str:

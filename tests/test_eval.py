@@ -520,6 +520,11 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     cells = {"decoding": "justrl", "problems x samples": "5 x 2", "mean@N": "20.00 ± 20.00"}
     cells |= {"tokens": "12.3", "truncated": "25.0%", "no box": "50.0%", "pass@2": "20.00"}
     assert dict(zip(names, row)) | cells == dict(zip(names, row))
+    verified = {"verified": plain | dict.fromkeys(evaluation.VERDICTS, 3)}
+    scores = {"justrl": {"aime24": plain, "aime25": plain | verified}}
+    table = evaluation.details_table({b: [] for b in evaluation.BENCHMARKS[:2]}, scores)
+    assert table.splitlines()[0].endswith("| INVALID | UNREADABLE |")
+    assert [line.count("|") for line in table.splitlines()] == [15] * 4
 
 
 def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path, monkeypatch):
