@@ -542,17 +542,23 @@ def weights_of(name: str) -> str:
 WRITTEN = "settings.json", "samples*.jsonl", "verdicts-*.jsonl", "scores.json", "table.md"
 
 
+# Flags that change no response. All others must be those of the stored samples.
+HARMLESS = {"model", "benchmarks", "decoding", "data_dir", "samples", "limit"}
+HARMLESS |= {"rollout_batch_size", "reward", "verifier", "output"}
+
+
 def check_samples(folder: Path, cfg: Config) -> None:
     """Raise InputError if the directory holds samples of other flags or other weights."""
-    names = ("max_new_tokens", "seed", "instruction", "chat_template")
-    flags = {name: getattr(cfg, name) for name in names} | {"weights": weights_of(cfg.model)}
+    flags = {name: value for name, value in asdict(cfg).items() if name not in HARMLESS}
+    flags["weights"] = weights_of(cfg.model)
     if cfg.chat_template not in ("", "none"):
         flags["chat_template"] = fingerprint(Path(cfg.chat_template).read_text("utf-8"))
     path = folder / "settings.json"
     if not any(file.stat().st_size > 0 for file in folder.glob("*.jsonl")):
         write_whole(path, json.dumps(flags, indent=2) + "\n")
     try:
-        stored = {"chat_template": ""} | json.loads(path.read_text())
+        # A flag that is newer than the directory had its default.
+        stored = asdict(type(cfg)(cfg.model)) | json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--output {folder}: {error}; name another directory") from error
     for name, value in flags.items():

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 import weakref
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response, load_model, load_tokenizer
 from support import distributed, journal
+from support.errors import InputError
 
 RESULTS = {".lock", ".process", "samples.jsonl", "settings.json", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
@@ -357,6 +359,17 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
         with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
             run(tmp_path / "out", *flags)
     assert len(fake.asked) == 3 * 12 + 3
+
+
+def test_a_new_flag_belongs_to_the_samples_unless_it_is_named_as_harmless(tmp_path, monkeypatch):
+    """A directory from before the flag has its default."""
+    more = make_dataclass("More", [("shots", int, 0)], bases=(evaluation.Config,))
+    monkeypatch.setattr(evaluation, "weights_of", lambda name: "weights")
+    evaluation.check_samples(tmp_path, evaluation.Config("M"))
+    write_rows(tmp_path / "samples.jsonl", {})
+    evaluation.check_samples(tmp_path, more("M", samples=9, limit=9, rollout_batch_size=9))
+    with pytest.raises(InputError, match="drawn with --shots 0, not 5"):
+        evaluation.check_samples(tmp_path, more("M", shots=5))
 
 
 def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
