@@ -118,6 +118,8 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
         rivals = [other for other in all_flags if other["method"] == flags["method"]]
         differ = [key for key in flags if any(o.get(key) != flags[key] for o in rivals)]
         settings = [f"{key} {flags[key]}" for key in differ]
+        if flags["method"] not in METHODS:  # all of these share one colour
+            rivals = [other for other in all_flags if other["method"] not in METHODS]
         label, rank = ", ".join([name, *settings]), rivals.index(flags)
         line = {"color": colour, "linestyle": ("-", "--", "-.", ":")[rank % 4]}
         line["alpha"] = 1 - 0.6 * rank / len(rivals)  # a sweep keeps the hue of its method

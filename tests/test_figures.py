@@ -62,6 +62,16 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
     assert not (tmp_path / "out" / "evaluation.csv").exists()
 
 
+def test_methods_that_the_legend_does_not_know_are_told_apart(tmp_path):
+    """As two settings of one method are."""
+    flags = [{"method": "mine"}, {"method": "yours"}, {"method": "yours", "q": 0.5}, {}]
+    runs = [write_run(tmp_path / f"{i}", [metrics(1, 0.5)], **f) for i, f in enumerate(flags)]
+    groups = figures.group_runs(runs, 1)
+    assert [g.label for g in groups] == ["STAPO", "mine", "yours, q 0.75", "yours, q 0.5"]
+    assert len({json.dumps(group.line) for group in groups}) == 4
+    assert len({group.line["linestyle"] for group in groups[1:]}) == 3
+
+
 def test_smoothing_spares_evaluations_and_other_numbers_of_problems_are_other_curves(tmp_path):
     rows = [metrics(s, s / 10, silenced_fraction=1e-5 * (s % 2)) for s in range(1, 7)]
     for step, mean, problems in ((2, 10.0, 30), (4, 90.0, 8), (6, 30.0, 30)):
