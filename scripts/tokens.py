@@ -140,6 +140,7 @@ def look(
         "entropy": batch.old.entropy,
         "advantage": batch.advantages[:, None],
         "kept": torch.cat([choice.keep for choice in choices]),
+        "candidate": torch.cat([choice.candidates for choice in choices]),
         "tau_h": torch.tensor(tau_h).repeat_interleave(len(right) // len(parts))[:, None],
     }
     tokens = {name: values.expand(right.shape)[right] for name, values in tokens.items()}
@@ -166,7 +167,8 @@ def divide(t: Tokens, tau_p: float) -> None:
     t["norm"] = t["advantage"].abs() * squared.clamp(min=0).sqrt()  # rounding can go below 0
     t["threshold"] = t["tau_h"].where(t["tau_h"].isfinite(), stapo.quantile(t["entropy"], 0.8))
     t["low_p"], t["low_h"] = t["p"] < tau_p, t["entropy"] < t["threshold"]
-    t["silenced"] = t["low_p"] & ~t["kept"]  # 20-Entropy leaves out tokens of high p as well
+    # 20-Entropy has no candidates. It leaves out tokens of high p as well, which are not marked.
+    t["silenced"] = ~t["kept"] & (t["candidate"] | t["low_p"])
 
 
 def describe(t: Tokens, row: int, sample: dict, text: Callable[[int], str]) -> dict:

@@ -177,7 +177,7 @@ def test_a_mini_batch_without_tau_h_takes_the_quantile():
     nan, t = math.nan, {"advantage": torch.ones(6), "collision": torch.zeros(6)}
     t |= {"p": torch.tensor([0.1, 0.2, 0.1, 0.1, 0.1, 1.0]), "kept": torch.arange(6) > 0}
     t |= {"entropy": torch.tensor([0.5, 0.7, 0.75, 0.9, 0.8, 0.6])}
-    t |= {"tau_h": torch.tensor([0.7, 0.7, 0.7, 0.9, nan, nan])}
+    t |= {"tau_h": torch.tensor([0.7, 0.7, 0.7, 0.9, nan, nan]), "candidate": t["p"] < 0}
     tokens.divide(t, 0.2)
     assert t["threshold"].tolist() == pytest.approx([0.7, 0.7, 0.7, 0.9, 0.8, 0.8])
     assert t["low_h"].tolist() == [True, False, False, False, False, True]
@@ -372,6 +372,18 @@ def test_a_method_of_ones_own_is_looked_at(tmp_path, undrawn, monkeypatch):
     assert "This is 1 to 1 nats." in (out / "quadrants.md").read_text()
     low, *others = quadrants(out).values()
     assert low[4] == low[0] != "0" and {row[4] for row in others} == {"0"}
+
+
+def test_a_method_that_silences_likely_tokens_shows_them(tmp_path, undrawn, monkeypatch, capsys):
+    def likely(batch, stats, cfg):
+        candidates = stapo.spurious_candidates(stats.logp, batch.advantages, batch.mask, tau_p=0.5)
+        return stapo.Choice(batch.mask & ~candidates, candidates)
+
+    monkeypatch.setitem(stapo.METHODS, "own", stapo.Method(likely, "A > 0", "kept"))
+    out = look(tmp_path / "out", "--method own --batches 1")
+    shown = sum(int(row[-1]) for row in quadrants(out).values())
+    assert f"own silences {shown:,} of " in capsys.readouterr().out
+    assert quadrants(out)[False, False][-1] != "0"
 
 
 def test_the_page_counts_what_fits():
