@@ -972,7 +972,9 @@ def train(cfg: Config) -> None:
             collected = time.monotonic()
 
             # 2. For each mini-batch: p and H under pi_theta, the mask I, one update.
-            lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
+            lr = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             counts, updates = [], []
             for mini_batch in batch.mini_batches(cfg.batch_size // cfg.mini_batch_size):
                 stats = mini_batch.old  # p and H, (B, L): before any update pi_theta = pi_old

@@ -216,6 +216,20 @@ def test_a_row_of_methods_that_cannot_work_is_refused(monkeypatch, wrong, said):
         stapo.check_flags(Config(method="own"))
 
 
+def test_every_group_of_parameters_gets_the_rate(tmp_path, monkeypatch):
+    """For example weights with decay and norms without."""
+    adamw, made = torch.optim.AdamW, []
+
+    def two_groups(parameters, **options):
+        first, *others = parameters
+        made.append(adamw([{"params": [first]}, {"params": others}], **options))
+        return made[0]
+
+    monkeypatch.setattr(torch.optim, "AdamW", two_groups)
+    (line,) = run(tmp_path / "run", "--steps 1 --warmup_steps 8")
+    assert [group["lr"] for group in made[0].param_groups] == [line["lr"]] * 2
+
+
 def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
     """A zero gradient is not a missing one: AdamW decays the weights."""
     batch, current = make_mini_batch(model, groups=("---", "+++"))
