@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import costs
 import pytest
 import torch
 from helpers import ROOT, TINY, Page, check_png, example, run
@@ -384,11 +383,3 @@ def test_a_method_that_silences_likely_tokens_shows_them(tmp_path, undrawn, monk
     shown = sum(int(row[-1]) for row in quadrants(out).values())
     assert f"own silences {shown:,} of " in capsys.readouterr().out
     assert quadrants(out)[False, False][-1] != "0"
-
-
-def test_the_page_counts_what_fits():
-    model = costs.empty_model("14B")
-    weights = 2 * costs.parameters(model)
-    rows = costs.rows_that_fit(model.config, 5120, 80e9 - weights)
-    page = " ".join((ROOT / "docs" / "training.md").read_text().split())
-    assert f"at 14B they take {weights / 1e9:.1f} GB, and on 80 GB {rows} rows of 5,120" in page
