@@ -42,6 +42,7 @@ from support.errors import InputError
 from support.files import file_fingerprint, fingerprint, write_whole
 from support.flags import Parser, flag
 from support.journal import Journal, Key, key_of
+from support.models import check_length, load_config
 from support.problems import load_problems
 from support.run_folder import claim
 from support.seeds import mix_seed
@@ -184,7 +185,7 @@ def respond(
     NaN.
     """
     longest = max(distributed.all_list(max(prompts.values(), key=len, default=[])), key=len)
-    rollout.check_length(model.config, [longest], options["max_new_tokens"], length_flag)
+    check_length(model.config, [longest], options["max_new_tokens"], length_flag)
     keys, seeds = list(prompts), [mix_seed(seed, *key) for key in prompts]
     drawn = rollout.sample(model, tokenizer, list(prompts.values()), seed=seeds, **options)
     for ended in stop.together(drawn):
@@ -528,7 +529,7 @@ def weights_of(name: str) -> str:
     For a folder it is a hash of the model's files, so a copy of the folder has the same one. For a
     Hub id it is the commit that is in the cache.
     """
-    rollout.load_config(name)  # puts it into the cache; raises InputError
+    load_config(name)  # puts it into the cache; raises InputError
     folder = Path(name)
     if folder.is_dir():
         files = {file for pattern in MODEL_FILES.split() for file in folder.glob(pattern)}

@@ -1,6 +1,7 @@
 """Rollouts: prompts in, sampled responses out, and p and H of their tokens.
 
-1. The model and its tokenizer: `load_policy`, `load_tokenizer`, and what is refused.
+1. The tokenizer and the model: `load_tokenizer`, `load_policy`. support/models.py reads models and
+   says which ones are refused.
 2. Prompts: `encode_prompt`.
 3. Sampling: `sample` yields responses as they end. Hugging Face's `generate` runs `decoding_loop`
    of support/decoding.py, and `next_token` there draws each token from pi.
@@ -19,11 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
@@ -37,8 +35,8 @@ from transformers.cache_utils import DynamicLayer
 from support import distributed
 from support.decoding import decoding_loop, rounded_up, until_stop
 from support.errors import InputError, first_line
-from support.head import HeadStats, TokenStats, float32_logits, use_float32_head
-from support.norms import fuse_norms
+from support.head import HeadStats, TokenStats
+from support.models import check_head, empty_model, load_config, load_model, load_pretrained
 from support.progress import bar as progress_bar
 from support.progress import first_time, say, track
 from support.seeds import mix_seed
@@ -46,19 +44,7 @@ from support.seeds import mix_seed
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-# ---------------------------------------------------------------------------- model and tokenizer
-
-
-def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
-    """kind.from_pretrained(name, **options); raises InputError in place of the Hub's own errors."""
-    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
-        hint = "merge it into its base model first (merge_and_unload of peft)"
-        raise InputError(f"{name}: an adapter folder: {hint}, and give the merged folder")
-    try:
-        return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        hint = f"give a Hub id or a folder ({first_line(error)})"
-        raise InputError(f"{name}: no {what} there, {hint}") from error
+# ---------------------------------------------------------------------------- tokenizer and model
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
@@ -85,48 +71,6 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
     return tokenizer
 
 
-def load_model(
-    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Model:
-    """A causal language model of a Hub id or a local folder, in eval mode. Raises InputError."""
-    options = {"dtype": dtype, "config": load_config(name)}
-    model = load_pretrained(AutoModelForCausalLM, "model", name, **options)
-    check_positions(name, model)
-    # Each RMSNorm becomes one kernel (the same numbers in float32), logits a float32 product.
-    return use_float32_head(fuse_norms(model)).to(device).eval()
-
-
-def load_config(name: str) -> PreTrainedConfig:
-    """A model's configuration without dropout and router noise. Raises InputError.
-
-    An update runs in training mode, because gradient checkpointing needs it. Dropout or router
-    noise would then change the probabilities: no ratio would be 1 before the first update.
-    """
-    config = load_pretrained(AutoConfig, "model", name)
-    yarn_positions(name)  # puts them into the cache
-    for part in (config, config.get_text_config()):
-        for key in [key for key, value in vars(part).items() if isinstance(value, float)]:
-            if "drop" in key or "jitter" in key:
-                setattr(part, key, 0.0)
-    return config
-
-
-@functools.cache  # a checkpoint may be deleted while its model is in use
-def yarn_positions(name: str) -> int:
-    """How many positions YaRN gives a model: factor x original; 0 if its config.json does not say.
-
-    The config in memory cannot tell, because transformers fills in the original number.
-    """
-    config, _ = PreTrainedConfig.get_config_dict(name)
-    config = config.get("text_config", config)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for kind in (rope, *rope.values()):  # there may be a dict for each type of layer
-        if isinstance(kind, dict) and "yarn" in (kind.get("rope_type"), kind.get("type")):
-            original = kind.get("original_max_position_embeddings") or 0
-            return int((kind.get("factor") or 1) * original)
-    return 0
-
-
 def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     """A Policy with float32 weights. Every rank calls it. Raises InputError.
 
@@ -142,7 +86,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
             check_head(whole)
     if not dist.is_initialized():  # a single CPU process
         return Policy(whole, gradient_checkpointing)
-    policy = Policy(distributed.empty_model(load_config(name)), gradient_checkpointing)
+    policy = Policy(empty_model(load_config(name)), gradient_checkpointing)
     distributed.shard(policy)
     policy.to_empty(device=distributed.device())
     # Buffers such as rotary frequencies are in no file.
@@ -155,60 +99,6 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     generation_config = whole.generation_config if whole else None
     policy.model.generation_config = distributed.broadcast(generation_config)
     return policy
-
-
-def check_positions(name: str, model: Model) -> None:
-    """Raise InputError if rotary frequencies depend on the longest row of a batch.
-
-    The probabilities of a response's tokens would then depend on the responses beside it.
-    """
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        # A dict has one kind for each type of layer.
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds or "default"]:
-            if "dynamic" in kind or kind == "longrope":
-                raise InputError(
-                    f"{name}: its config.json has rope_type {kind!r}, rotary positions that depend "
-                    "on the longest row of a batch, which is not supported"
-                )
-
-
-def check_length(
-    config: PreTrainedConfig, prompts: list[list[int]], max_new_tokens: int, flag: str
-) -> None:
-    """Raise InputError, naming `flag`, if a response could outgrow the model's positions.
-
-    config: the model's. A config without a number of positions refuses nothing.
-    """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.name_or_path:  # under YaRN it can be the number before the factor
-        positions = max(positions, yarn_positions(config.name_or_path))
-    longest = max(map(len, prompts), default=0)
-    if positions and longest + max_new_tokens > positions:
-        raise InputError(
-            f"{flag} {max_new_tokens}: the longest prompt has {longest} tokens and the model "
-            f"{positions} positions, so at most {max(0, positions - longest)} fit"
-        )
-
-
-@torch.no_grad()
-def check_head(model: Model) -> None:
-    """Raise InputError unless the model's logits are hidden states times the head's weight.
-
-    HeadStats relies on this. A bias, a scale or a soft cap on the logits would make every
-    log-probability wrong. The flags of a config for these have many names, so logits are compared.
-    """
-    ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
-    hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
-    expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)
-    logits = model(ids, use_cache=False).logits[0].float()
-    if not logits.isfinite().all():
-        raise InputError("--model: its logits are not finite; look for weights that are NaN")
-    if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
-        raise InputError(
-            "--model: its logits are not hidden states times the weight of its output head "
-            "(a bias, a scale or a soft cap), which is not supported"
-        )
 
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:

@@ -56,10 +56,8 @@ from rollout import (
     Response,
     Tokenizer,
     TokenStats,
-    check_length,
     encode_prompt,
     in_order,
-    load_config,
     load_policy,
     load_tokenizer,
     micro_batches,
@@ -76,6 +74,7 @@ from support.distributed import all_cat, all_sum, peak_memory_gb, rank, world_si
 from support.errors import InputError, RewardError
 from support.files import fingerprint
 from support.flags import flag, parse_flags
+from support.models import check_length, load_config
 from support.problems import load_problems
 from support.run_folder import RunFolder
 from support.seeds import generator, mix_seed

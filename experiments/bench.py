@@ -41,8 +41,8 @@ from costs import qwen3
 import rollout
 import stapo
 from support import decoding, distributed, progress
-from support.head import HeadStats, use_float32_head
-from support.norms import fuse_norms
+from support.head import HeadStats
+from support.models import prepared
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -67,11 +67,11 @@ def small_shape(quick: bool) -> Qwen3Config:
 
 
 def random_model(config: Qwen3Config) -> Qwen3ForCausalLM:
-    """Return a model with random weights, prepared as rollout.load_model does it."""
+    """Return a model with random weights."""
     torch.manual_seed(0)
     config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
     with DEVICE:
-        return use_float32_head(fuse_norms(Qwen3ForCausalLM(config))).eval()
+        return prepared(Qwen3ForCausalLM(config)).eval()
 
 
 # ---------------------------------------- measuring

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rollout
 import stapo
-from support import distributed
+from support import models
 from support.flags import parse_flags
 from support.head import HEAD_CHUNKS
 
@@ -59,7 +59,7 @@ def qwen3(name: str) -> Qwen3Config:
 @functools.cache
 def empty_model(name: str) -> Qwen3ForCausalLM:
     """The published model without its weights."""
-    return distributed.empty_model(qwen3(name)).eval()
+    return models.empty_model(qwen3(name)).eval()
 
 
 def parameters(model: Qwen3ForCausalLM) -> int:

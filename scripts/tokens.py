@@ -34,13 +34,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import eval as evaluation
 import stapo
-from rollout import Policy, check_head, to_text
+from rollout import Policy, to_text
 from support import distributed, progress
 from support.checkpoints import checkpoints
 from support.errors import InputError
 from support.files import writing
 from support.flags import Parser, flag, read_flags
 from support.head import float32_logits
+from support.models import check_head
 from support.seeds import generator
 from support.stop import Stopped, stop
 

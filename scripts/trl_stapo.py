@@ -241,16 +241,10 @@ from datasets import Dataset
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from reward import load_reward
-from rollout import (
-    INSTRUCTION,
-    check_length,
-    encode_prompt,
-    load_config,
-    load_tokenizer,
-    to_text,
-)
+from rollout import INSTRUCTION, encode_prompt, load_tokenizer, to_text
 from support.errors import InputError
 from support.flags import flag
+from support.models import check_length, load_config
 from support.problems import load_problems
 from support.progress import device_in_words
 

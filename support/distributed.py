@@ -20,12 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
 from support.errors import InputError
-from support.head import use_float32_head
-from support.norms import fuse_norms
+from support.models import empty_model
 from support.output import unread_output_is_dropped
 
 # ------------------------------------------------------------------------------------------ ranks
@@ -208,12 +206,6 @@ def barrier() -> None:
 
 
 # --------------------------------------------------------------------------------------- sharding
-
-
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Model:
-    """A model on "meta", without memory for its weights, with this project's norms and head."""
-    with torch.device("meta"):
-        return use_float32_head(fuse_norms(AutoModelForCausalLM.from_config(config, dtype=dtype)))
 
 
 def shard(policy: torch.nn.Module) -> None:

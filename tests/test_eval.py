@@ -68,7 +68,7 @@ class Scripted:
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda *_: Letters())
-        monkeypatch.setattr(evaluation.rollout, "load_config", lambda name: None)
+        monkeypatch.setattr(evaluation, "load_config", lambda name: None)
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: Named(name))
 
     def __call__(self, model, tokenizer, prompts, *, seed, **options):

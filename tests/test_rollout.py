@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
 from rollout import Response, encode_prompt, in_order, sample, stop_ids
-from support import decoding, head, progress
+from support import decoding, head, models, progress
 from support.head import HeadStats
 from support.problems import cell_text, load_problems
 
@@ -129,7 +129,7 @@ def test_what_a_bfloat16_model_draws_from_is_a_float32_product(
 def test_router_noise_is_off(tmp_path):
     """As dropout is, whose promise is seen in a run."""
     transformers.MixtralConfig(**SHAPE, router_jitter_noise=0.1).save_pretrained(tmp_path)
-    assert rollout.load_config(str(tmp_path)).router_jitter_noise == 0
+    assert models.load_config(str(tmp_path)).router_jitter_noise == 0
 
 
 def llama(positions: int, kind: str, **rope) -> transformers.LlamaConfig:
@@ -188,24 +188,24 @@ def test_responses_fit_in_the_positions(given, rope, positions, tmp_path):
     """As a config.json has them: in memory transformers fills in what YaRN's lacks."""
     held = {"model_type": "llama", "max_position_embeddings": given, "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(held | {"rope_scaling": rope}))
-    config = rollout.load_config(str(tmp_path))
+    config = models.load_config(str(tmp_path))
     (tmp_path / "config.json").unlink()  # as a checkpoint goes while its model is trained
     prompts = [[5] * 24, [5] * 7]
-    rollout.check_length(transformers.MambaConfig(), prompts, 10**6, "")  # has no such number
-    rollout.check_length(config, prompts, positions - 24, "--max_new_tokens")
+    models.check_length(transformers.MambaConfig(), prompts, 10**6, "")  # has no such number
+    models.check_length(config, prompts, positions - 24, "--max_new_tokens")
     message = f"--max_new_tokens {positions - 23}: .* 24 .* {positions} .* at most {positions - 24}"
     with pytest.raises(rollout.InputError, match=message):
-        rollout.check_length(config, prompts, positions - 23, "--max_new_tokens")
+        models.check_length(config, prompts, positions - 23, "--max_new_tokens")
 
 
 def test_the_kinds_of_positions_that_modules_name():
     """One kind, one for each type of layer, or none."""
     model, kinds = torch.nn.Linear(2, 2), {"full_attention": "default"}
     for model.rope_type in (None, "default", kinds | {"sliding_attention": "linear"}):
-        rollout.check_positions("model", model)
+        models.check_positions("model", model)
     model.rope_type = kinds | {"sliding_attention": "dynamic"}
     with pytest.raises(rollout.InputError, match="rope_type 'dynamic'"):
-        rollout.check_positions("model", model)
+        models.check_positions("model", model)
 
 
 # -------------------------------------------------------------------------------------- sampling
@@ -519,7 +519,7 @@ def test_folders_that_are_no_model_say_what_they_are(tmp_path):
     with pytest.raises(rollout.InputError, match="no tokenizer in this folder"):
         rollout.load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
-    for load in (rollout.load_tokenizer, rollout.load_config, rollout.load_model):
+    for load in (rollout.load_tokenizer, models.load_config, rollout.load_model):
         with pytest.raises(rollout.InputError, match="an adapter folder: merge it"):
             load(str(tmp_path))
 
