@@ -21,19 +21,12 @@ import torch
 import torch.distributed as dist
 from jinja2 import TemplateError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import (
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedConfig,
-)
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.cache_utils import DynamicLayer
 
 from support import distributed
-from support.decoding import decoding_loop, rounded_up, until_stop
+from support.decoding import decoding_loop, has_full_attention, rows_that_fit, until_stop
 from support.errors import InputError, first_line
 from support.head import HeadStats, TokenStats
 from support.models import check_head, empty_model, load_config, load_model, load_pretrained
@@ -300,43 +293,6 @@ def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) ->
     """Ids as text. A model's head can be wider than the vocabulary (Qwen3); such ids have none."""
     size = len(tokenizer)
     return tokenizer.decode([i for i in ids if i < size], skip_special_tokens=skip_special)
-
-
-def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> int:
-    """batch_size, or on CUDA as many rows of `length` tokens as fit in 80 % of the free memory.
-
-    The 20 % that stay free are enough for plain `generate`, which copies one layer's keys or values
-    when its cache grows.
-    """
-    if model.device.type != "cuda":
-        return batch_size
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
-    per_row = bytes_per_row(config, length, itemsize, top_p)
-    return max(1, min(batch_size, int(0.8 * free / per_row)))
-
-
-def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: float = 1.0) -> int:
-    """Bytes of a row on a GPU: keys and values of `length` tokens, and the draw of its next token.
-
-    itemsize: bytes of a key's or a value's number.
-    """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * itemsize
-    # For each id of the vocabulary: logits, logits divided by the temperature (4 bytes each), the
-    # softmax and its cumulative sum (8 each), 24 bytes. Top-p sorts before the softmax: both logits
-    # (4 each), sorted values and indices (4 and 8), CUDA's buffers (32), 52 bytes.
-    per_id = 24 if top_p == 1 else 52
-    return per_token * rounded_up(length, 8) + per_id * config.vocab_size
-
-
-def has_full_attention(model: Model) -> bool:
-    """Whether every layer attends to all earlier tokens, with rotary positions."""
-    layers = DynamicCache(config=model.config).layers
-    full = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
-    return full and hasattr(model.base_model, "rotary_emb")
 
 
 # -------------------------------------------------------------------------------------- the policy

@@ -16,9 +16,8 @@ import tables
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import rollout
 import stapo
-from support import models
+from support import decoding, models
 from support.flags import parse_flags
 from support.head import HEAD_CHUNKS
 
@@ -100,7 +99,7 @@ def bytes_per_gpu(model: Qwen3ForCausalLM, gpus: int, micro_tokens: int) -> dict
 
 def rows_that_fit(config: Qwen3Config, length: int, free: float) -> int:
     """Responses of `length` tokens, prompt included, for which `free` bytes have room."""
-    return max(0, int(0.8 * free / rollout.bytes_per_row(config, length, 2)))
+    return max(0, int(0.8 * free / decoding.bytes_per_row(config, length, 2)))
 
 
 TEXT = """\

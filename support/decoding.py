@@ -3,9 +3,10 @@
 A slot is a row of the cache. A slot whose response has ended takes the next prompt. No slot should
 be idle, because a decoding step takes the GPU's host as long for 3 rows as for 64.
 
-1. The cache: `SlotCache`.
+1. The cache: `SlotCache`, and which models it can hold.
 2. The loop: `decoding_loop`, with its two kinds of forward, `prefill` and `decode`.
 3. The draw of a token: `next_token`.
+4. The memory of a row on a GPU, and so the number of slots: `rows_that_fit`.
 """
 
 import functools
@@ -15,9 +16,15 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    StoppingCriteriaList,
+)
 from transformers import PreTrainedModel as Model
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from support.seeds import uniform
 
@@ -88,6 +95,13 @@ class SlotCache(Cache):
             whole[self.write_index] = new.transpose(1, 2)
             attended.append(whole[: len(new), :, : self.visible] if self.visible else new)
         return attended[0], attended[1]
+
+
+def has_full_attention(model: Model) -> bool:
+    """Whether every layer attends to all earlier tokens, with rotary positions."""
+    layers = DynamicCache(config=model.config).layers
+    full = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+    return full and hasattr(model.base_model, "rotary_emb")
 
 
 def rounded_up(length: int, multiple: int) -> int:
@@ -214,7 +228,7 @@ def decode(
     return torch.cat(tokens, 1)
 
 
-# ----------------------------------------------------------------------------- the draw of a token
+# ---------------------------------------------------------------------------- the draw of a token
 
 
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
@@ -237,3 +251,36 @@ def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Ten
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     """ids up to their first stop id, which is kept."""
     return ids[: next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
+
+
+# -------------------------------------------------------------------------------- memory of a GPU
+
+
+def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> int:
+    """batch_size, or on CUDA as many rows of `length` tokens as fit in 80 % of the free memory.
+
+    The 20 % that stay free are enough for plain `generate`, which copies one layer's keys or values
+    when its cache grows.
+    """
+    if model.device.type != "cuda":
+        return batch_size
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
+    per_row = bytes_per_row(config, length, itemsize, top_p)
+    return max(1, min(batch_size, int(0.8 * free / per_row)))
+
+
+def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: float = 1.0) -> int:
+    """Bytes of a row on a GPU: keys and values of `length` tokens, and the draw of its next token.
+
+    itemsize: bytes of a key's or a value's number.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * itemsize
+    # For each id of the vocabulary: logits, logits divided by the temperature (4 bytes each), the
+    # softmax and its cumulative sum (8 each), 24 bytes. Top-p sorts before the softmax: both logits
+    # (4 each), sorted values and indices (4 and 8), CUDA's buffers (32), 52 bytes.
+    per_id = 24 if top_p == 1 else 52
+    return per_token * rounded_up(length, 8) + per_id * config.vocab_size

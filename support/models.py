@@ -88,7 +88,7 @@ def yarn_positions(name: str) -> int:
     return 0
 
 
-# --------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------- what is refused
 
 
 def check_positions(name: str, model: Model) -> None:

@@ -356,7 +356,7 @@ def test_rows_take_four_fifths_of_the_free_memory(family, width, monkeypatch):
     row += 24 * 104  # words
     for free, batch_size, fit in ((12.5 * row + 1, 50, 10), (12.5 * row + 1, 9, 9), (99, 50, 1)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 0))
-        assert rollout.rows_that_fit(model, 1, batch_size, top_p=1.0) == fit
+        assert decoding.rows_that_fit(model, 1, batch_size, top_p=1.0) == fit
 
 
 def test_a_freed_slot_takes_the_next_prompt(random_model, monkeypatch):
