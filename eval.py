@@ -31,7 +31,6 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 import rollout
 from reward import extract_answer, is_correct, load_reward
@@ -39,10 +38,10 @@ from rollout import Model, Response, Tokenizer, encode_prompt
 from support import distributed, progress
 from support.distributed import rank, world_size
 from support.errors import InputError
-from support.files import file_fingerprint, fingerprint, write_whole
+from support.files import fingerprint, write_whole
 from support.flags import Parser, flag
 from support.journal import Journal, Key, key_of
-from support.models import check_length, load_config
+from support.models import check_length, weights_of
 from support.problems import load_problems
 from support.run_folder import claim
 from support.seeds import mix_seed
@@ -516,27 +515,6 @@ def markdown(rows: list[list[str]]) -> str:
 def file_name(model: str) -> str:
     """Turn a model's name into a file name."""
     return re.sub(r"[^\w.]+", "-", model).strip("-")
-
-
-# The files of a model's folder that decide what is sampled.
-MODEL_FILES = """config.json generation_config.json tokenizer* vocab* merges.txt added_tokens.json
-    special_tokens_map.json chat_template* *.model *.safetensors *.index.json *model*.bin"""
-
-
-def weights_of(name: str) -> str:
-    """Identify a model's weights: other weights under the same name give another text.
-
-    For a folder it is a hash of the model's files, so a copy of the folder has the same one. For a
-    Hub id it is the commit that is in the cache.
-    """
-    load_config(name)  # puts it into the cache; raises InputError
-    folder = Path(name)
-    if folder.is_dir():
-        files = {file for pattern in MODEL_FILES.split() for file in folder.glob(pattern)}
-        files = sorted(file for file in files if file.is_file())
-        return fingerprint([[file.name, file_fingerprint(file)] for file in files])
-    cached = try_to_load_from_cache(name, "config.json")
-    return f"{name}, commit {Path(cached).parent.name}" if isinstance(cached, str) else name
 
 
 # The names in an output directory. The settings are written before the others.

@@ -228,7 +228,7 @@ def decode(
     return torch.cat(tokens, 1)
 
 
-# ---------------------------------------------------------------------------- the draw of a token
+# ----------------------------------------------------------------------------- the draw of a token
 
 
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 1. Reading: `load_model`, `load_config`. `empty_model` makes a model without its weights. `prepared`
    puts this project's norms and output head into both.
 2. What is refused: `check_positions`, `check_length`, `check_head`.
+3. Which weights a name stands for: `weights_of`.
 """
 
 import functools
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
 from support.errors import InputError, first_line
+from support.files import file_fingerprint, fingerprint
 from support.head import float32_logits, use_float32_head
 from support.norms import fuse_norms
 
@@ -143,3 +146,26 @@ def check_head(model: Model) -> None:
             "--model: its logits are not hidden states times the weight of its output head "
             "(a bias, a scale or a soft cap), which is not supported"
         )
+
+
+# ----------------------------------------------------------------- which weights a name stands for
+
+# The files of a model's folder that decide what is sampled.
+MODEL_FILES = """config.json generation_config.json tokenizer* vocab* merges.txt added_tokens.json
+    special_tokens_map.json chat_template* *.model *.safetensors *.index.json *model*.bin"""
+
+
+def weights_of(name: str) -> str:
+    """Identify a model's weights: other weights under the same name give another text.
+
+    For a folder it is a hash of the model's files, so a copy of the folder has the same one. For a
+    Hub id it is the commit that is in the cache.
+    """
+    load_config(name)  # puts it into the cache; raises InputError
+    folder = Path(name)
+    if folder.is_dir():
+        files = {file for pattern in MODEL_FILES.split() for file in folder.glob(pattern)}
+        files = sorted(file for file in files if file.is_file())
+        return fingerprint([[file.name, file_fingerprint(file)] for file in files])
+    cached = try_to_load_from_cache(name, "config.json")
+    return f"{name}, commit {Path(cached).parent.name}" if isinstance(cached, str) else name

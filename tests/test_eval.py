@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response, load_model, load_tokenizer
-from support import distributed, journal
+from support import distributed, journal, models
 from support.errors import InputError
 
 RESULTS = {".lock", ".process", "samples.jsonl", "settings.json", "scores.json", "table.md"}
@@ -68,7 +68,7 @@ class Scripted:
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
         monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda *_: Letters())
-        monkeypatch.setattr(evaluation, "load_config", lambda name: None)
+        monkeypatch.setattr(models, "load_config", lambda name: None)
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: Named(name))
 
     def __call__(self, model, tokenizer, prompts, *, seed, **options):
@@ -379,7 +379,7 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
     """
     fake, commits = Scripted(monkeypatch, lucky), {"M": "1a"}
     path = lambda name, file: f"{tmp_path}/snapshots/{commits[name]}/{file}"  # noqa: E731
-    monkeypatch.setattr(evaluation, "try_to_load_from_cache", path)
+    monkeypatch.setattr(models, "try_to_load_from_cache", path)
     flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3), "--decoding", "0,1"]
     values, (first, copied, judge) = torch.rand(3_000_000), map(tmp_path.joinpath, "fcj")
     for folder in (first, judge):  # 12 MB, of which samples are read
