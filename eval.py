@@ -403,6 +403,22 @@ def verdict_of(reply: str) -> dict:
     return {"verdict": verdict, "correct": verdict == "CORRECT"}
 
 
+def judge(
+    problems: dict[Key, dict], samples: dict[Key, dict], folder: Path, cfg: Config
+) -> dict[Key, dict]:
+    """Load the verifier, judge what the rule refused, and return {key: row of verdicts}.
+
+    The file of the verdicts is named by the verifier and a hash of its weights.
+    """
+    with distributed.raised_on_all():
+        weights = weights_of(cfg.verifier) if rank() == 0 else ""
+    weights = distributed.broadcast(weights)
+    name = f"verdicts-{file_name(cfg.verifier)}-{fingerprint(weights)[:8]}.jsonl"
+    model, tokenizer = load(cfg.verifier)
+    texts = judge_texts(tokenizer, problems, samples)
+    return verify(model, tokenizer, texts, Journal(folder / name), cfg.rollout_batch_size)
+
+
 # ------------------------------------------------------------------------------------------ scores
 
 
@@ -578,19 +594,31 @@ def check_flags(cfg: Config) -> None:
         rollout.load_tokenizer(cfg.verifier)
 
 
+def refuse_other_programs(folder: Path) -> None:
+    """Raise InputError if the directory has a settings.json that eval.py did not write."""
+    settings = folder / "settings.json"
+    if settings.exists() and '"weights"' not in settings.read_text("utf-8"):
+        what = "settings.json is another program's; name another directory"
+        raise InputError(f"--output {folder}: holds no evaluation: {what}")
+
+
+def grader_names(cfg: Config) -> list[str]:
+    """Say what grades the responses: a name for each line of the results table."""
+    names = ["reward" if cfg.reward else "rule"]
+    if cfg.reward and any(Path(name).suffix not in FILES for name in cfg.benchmarks):
+        names = ["reward (files), rule (others)"]
+    return [*names, "rule, then verifier"] if cfg.verifier else names
+
+
 def run(cfg: Config) -> None:
     """Sample, grade, judge and print. Raises InputError, or Stopped if a stop was asked for."""
+    folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
     with distributed.raised_on_all():
         check_flags(cfg)
         decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
         options = {"whole_rows": bool(cfg.reward)}
         suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit, **options)
-    folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
-    with distributed.raised_on_all():
-        settings = folder / "settings.json"
-        if settings.exists() and '"weights"' not in settings.read_text("utf-8"):
-            what = "settings.json is another program's; name another directory"
-            raise InputError(f"--output {folder}: holds no evaluation: {what}")
+        refuse_other_programs(folder)
     claim(folder, WRITTEN)
     with distributed.raised_on_all():
         if rank() == 0:
@@ -601,23 +629,12 @@ def run(cfg: Config) -> None:
         progress.say(f"{cfg.model} has no chat template: problems go in as plain text")
     stop.listen()
     sample_suite(model, tokenizer, problems, decodings, journal, cfg)
-    samples, verdicts = grade(journal, problems, reward), None
-    graders = ["reward" if cfg.reward else "rule"]
-    if cfg.reward and any(Path(name).suffix not in FILES for name in cfg.benchmarks):
-        graders = ["reward (files), rule (others)"]
-    if cfg.verifier:
-        del model  # its memory is the verifier's
-        graders.append("rule, then verifier")
-        with distributed.raised_on_all():
-            weights = weights_of(cfg.verifier) if rank() == 0 else ""
-        weights = distributed.broadcast(weights)
-        name = f"verdicts-{file_name(cfg.verifier)}-{fingerprint(weights)[:8]}.jsonl"
-        model, tokenizer = load(cfg.verifier)
-        texts = judge_texts(tokenizer, problems, samples)
-        verdicts = verify(model, tokenizer, texts, Journal(folder / name), cfg.rollout_batch_size)
+    del model  # its memory is the verifier's
+    samples = grade(journal, problems, reward)
+    verdicts = judge(problems, samples, folder, cfg) if cfg.verifier else None
     scores = summarize(samples, verdicts)
     if rank() == 0:
-        text = results_table(cfg.model, suite, scores, graders)
+        text = results_table(cfg.model, suite, scores, grader_names(cfg))
         text += "\n" + details_table(suite, scores)
         write_whole(folder / "table.md", text)
         document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2)
