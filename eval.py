@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -652,7 +651,7 @@ def main(argv: list[str] | None = None) -> None:
             run(cfg)
         except Stopped:
             progress.warn("eval.py: stopped; the same command continues where it was")
-            sys.exit(130)  # what shells expect after an interruption
+            raise
 
 
 if __name__ == "__main__":

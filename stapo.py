@@ -37,7 +37,6 @@ in plain code. tests/test_distributed.py compares two and four ranks with one.
 
 import itertools
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -1010,10 +1009,7 @@ def main(argv: list[str] | None = None) -> None:
             cfg = parse_flags(Config, __doc__.split("\n")[0], argv, CHANGEABLE | MOVABLE)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         progress.report_device(weights="float32")
-        try:
-            train(cfg)
-        except Stopped:
-            sys.exit(130)  # as shells expect after Ctrl-C
+        train(cfg)
 
 
 if __name__ == "__main__":

@@ -328,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
             run(cfg)
         except Stopped:
             progress.warn("tokens.py: stopped; no figure was written")
-            sys.exit(130)  # what shells expect after an interruption
+            raise
 
 
 if __name__ == "__main__":

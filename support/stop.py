@@ -11,8 +11,14 @@ from typing import Any
 from support.distributed import all_max, rank
 
 
-class Stopped(BaseException):
-    """A stop was asked for. It is a BaseException, so that no `except Exception` catches it."""
+class Stopped(SystemExit):
+    """A stop was asked for. The program ends with status 130, as shells expect after Ctrl-C.
+
+    No `except Exception` catches it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(130)
 
 
 class StopSignal:
