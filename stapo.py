@@ -621,17 +621,6 @@ def update(
     return totals | {"finite": finite}
 
 
-def check_finite(finite: bool, not_finite: int, step: int) -> int:
-    """Count updates in a row that were not finite. Raises InputError at the third.
-
-    finite: whether the newest update was. not_finite: the count before it. Returns the new count.
-    """
-    not_finite = 0 if finite else not_finite + 1
-    if not_finite == 3:
-        raise InputError(f"step {step}: three updates in a row were not finite")
-    return not_finite
-
-
 # ========================================================== collecting a step's responses, Sec. 2.2
 
 
@@ -956,7 +945,7 @@ def train(cfg: Config) -> None:
     run = RunFolder(output, asdict(cfg))
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
     run.begin(task.fingerprints | starting_weights(policy, reference, run.checkpoint))
-    not_finite, ended_by = 0, None
+    skipped_in_a_row, ended_by = 0, None
     stop.listen()
     try:
         for step in itertools.count(run.step + 1):
@@ -981,7 +970,9 @@ def train(cfg: Config) -> None:
                 choice = METHODS[cfg.method].choose(mini_batch, stats, cfg)  # keep is the paper's I
                 counts += [count_tokens(mini_batch, stats, choice)]
                 updates += [update(policy, optimizer, mini_batch, choice.keep, counts[-1], cfg)]
-                not_finite = check_finite(updates[-1]["finite"], not_finite, step)
+                skipped_in_a_row = 0 if updates[-1]["finite"] else skipped_in_a_row + 1
+                if skipped_in_a_row == 3:
+                    raise InputError(f"step {step}: three updates in a row were not finite")
 
             # 3. Write the metrics and samples of the step, and a checkpoint if one is due.
             line |= update_metrics(counts, updates) | {"lr": lr}
