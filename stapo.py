@@ -540,9 +540,8 @@ def statistics_pass(policy: Policy, batch: Batch, cfg: Config) -> TokenStats:
     others can hold candidates. Rows that are not forwarded keep p and H under pi_old.
     """
     reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
-    needed = torch.full(batch.advantages.shape, reads == "all")  # (B,)
-    if reads == "A > 0":
-        needed = batch.advantages > 0
+    every = torch.ones_like(batch.advantages, dtype=torch.bool)  # (B,)
+    needed = {"A > 0": batch.advantages > 0, "all": every, "none": ~every}[reads]  # (B,)
     rows = needed.nonzero().flatten()  # (N,)
     tokens = batch.ids[rows], batch.mask[rows], batch.lengths[rows]
     fresh = response_stats(policy, *tokens, cfg.tokens_per_micro_batch)  # (N, L) each
