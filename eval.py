@@ -23,7 +23,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 import rollout
-from reward import extract_answer, is_correct, load_reward
+from reward import Reward, extract_answer, is_correct, load_reward
 from rollout import Model, Response, Tokenizer, encode_prompt
 from support import distributed, progress
 from support.distributed import rank, world_size
@@ -66,7 +66,6 @@ BENCHMARKS = (
 DECODINGS = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}  # temperature, top-p
 FILES = (".jsonl", ".json", ".parquet")
 Suite = dict[Benchmark, list[dict]]  # the problems of each, as load_problems gives them
-Reward = Callable[[str, dict], float]  # of a response's text and its problem
 
 
 @dataclass

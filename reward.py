@@ -19,6 +19,8 @@ from pathlib import Path
 from support.answers import math_equal, rounds_to
 from support.errors import RewardError
 
+Reward = Callable[[str, dict], float]  # of a response's text and its problem
+
 # extract_answer searches this many characters after the start of the last box, and half as many
 # before it: an earlier box counts if the last one is not closed. 20,480 tokens are about 80,000
 # characters.
@@ -68,7 +70,7 @@ def math_reward(response: str, gold: str) -> float:
     return 1.0 if is_correct(response, gold) else -1.0
 
 
-def load_reward(spec: str = "") -> Callable[[str, dict], float]:
+def load_reward(spec: str = "") -> Reward:
     """Return the reward function that training calls: (text of a response, problem) -> float.
 
     spec: the value of --reward. If it is empty, the reward is math_reward with problem["answer"].

@@ -48,7 +48,7 @@ import torch
 from torch.optim import Optimizer
 
 import eval as evaluation
-from reward import load_reward
+from reward import Reward, load_reward
 from rollout import (
     INSTRUCTION,
     Policy,
@@ -628,7 +628,7 @@ class Task(NamedTuple):
 
     tokenizer: Tokenizer
     problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" with --reward
-    reward: Callable[[str, dict], float]
+    reward: Reward
     suite: evaluation.Suite
     fingerprints: dict[str, str]  # of the contents of --data and --reward
 
@@ -708,9 +708,7 @@ def collect(
     return batch, samples
 
 
-def grade(
-    reward: Callable[[str, dict], float], responses: list[Response], problems: list[dict]
-) -> list[float]:
+def grade(reward: Reward, responses: list[Response], problems: list[dict]) -> list[float]:
     """The reward of each response. Raises RewardError and Stopped, each on every rank."""
     rewards = []
     pairs = list(zip(responses, problems, strict=True))
