@@ -392,7 +392,7 @@ def verify(
     unreadable = [row["reply"] for row in rows.values() if row["verdict"] == "UNREADABLE"]
     if len(unreadable) > len(rows) / 10:
         what = f"{len(unreadable)} of {len(rows)} verdicts are unreadable and count as wrong"
-        progress.warn(f"--verifier {model.name_or_path}: {what}; the first is {unreadable[0]!r}")
+        progress.log(f"--verifier {model.name_or_path}: {what}; the first is {unreadable[0]!r}")
     return rows
 
 
@@ -649,7 +649,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             run(cfg)
         except Stopped:
-            progress.warn("eval.py: stopped; the same command continues where it was")
+            progress.log("eval.py: stopped; the same command continues where it was")
             raise
 
 

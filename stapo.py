@@ -900,7 +900,7 @@ def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> 
         file = run.evaluation_file()
         scores = evaluation.evaluate(model, tokenizer, suite, file, cfg, reward)
     run.end_evaluation(scores)
-    progress.warn(progress.scores_in_words(run.step, scores))
+    progress.log(progress.scores_in_words(run.step, scores))
 
 
 def load_models(

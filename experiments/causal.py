@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    progress.warn(progress.device_in_words(["CPU (threads: 1)"], "float32", "float32"))
+    progress.log(progress.device_in_words(["CPU (threads: 1)"], "float32", "float32"))
     model, tokenizer = load_model(args.model), load_tokenizer(args.model)
     problems = load_problems(str(tiny / "train.jsonl"))
     steps_of = defaultdict(list)  # set -> results of one_step, of each batch that has such tokens

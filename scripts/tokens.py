@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             run(cfg)
         except Stopped:
-            progress.warn("tokens.py: stopped; no figure was written")
+            progress.log("tokens.py: stopped; no figure was written")
             raise
 
 

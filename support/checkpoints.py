@@ -29,7 +29,7 @@ from support import distributed
 from support.distributed import all_list, broadcast, raised_on_all, rank
 from support.errors import InputError, first_line
 from support.files import fingerprint, sync, writing
-from support.progress import warn
+from support.progress import log
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -119,7 +119,7 @@ def delete_old(run: Path, keep_last: int) -> None:
         try:
             shutil.rmtree(old.rename(old.with_suffix(".partial")))  # half of it is no checkpoint
         except OSError as error:
-            warn(f"{old} cannot be deleted ({first_line(error)}); the run goes on")
+            log(f"{old} cannot be deleted ({first_line(error)}); the run goes on")
 
 
 def load_optimizer(folder: Path, model: Model, optimizer: Optimizer) -> None:

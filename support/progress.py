@@ -66,7 +66,7 @@ def report_device(weights: str) -> None:
     name, types = f"CPU (threads: {torch.get_num_threads()})", ("float32", "float32")
     if distributed.device().type == "cuda":
         name, types = torch.cuda.get_device_name(), (weights, "bfloat16")
-    warn(device_in_words(distributed.all_list(name), *types))
+    log(device_in_words(distributed.all_list(name), *types))
 
 
 def device_in_words(names: list[str], weights: str, computation: str) -> str:
@@ -104,13 +104,13 @@ def report_step(line: dict, sample: dict, total: int, lines: list[dict]) -> None
     text += f", {seconds:.0f} s" if seconds >= 10 else f", {seconds:.1f} s"
     if lines and step < total:
         text += f", about {time_left(lines, total - step)} left"
-    warn(f"step {step} of {total}: {text}")
+    log(f"step {step} of {total}: {text}")
     # Steps 1, 2, 4, 8, ... and the last: a model changes most at the start of a run.
     if step & (step - 1) == 0 or step == total:
         say(response_in_words(sample, step))
     if step == 1 and line["accuracy"] == 0 and sample["gold"]:
         hint = "compare this form with the boxes in samples.jsonl"
-        warn(f"step 1: no response is right; an answer in the data is {sample['gold']!r}: {hint}")
+        log(f"step 1: no response is right; an answer in the data is {sample['gold']!r}: {hint}")
     check_sampler(line)
 
 
@@ -157,7 +157,7 @@ def check_sampler(line: dict) -> None:
     """Warn once if a step's metrics say that the sampler draws from another policy."""
     wrong = abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005
     if wrong and first_time("sampling"):
-        warn(SAMPLING_WARNING.format(**line))
+        log(SAMPLING_WARNING.format(**line))
 
 
 SAMPLING_WARNING = (
@@ -196,6 +196,12 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
+def log(text: str) -> None:
+    """Print on stderr, above any bar, on rank 0 only."""
+    if rank() == 0:
+        tqdm.write(text, file=sys.stderr)
+
+
 said: set[str] = set()
 
 
@@ -204,12 +210,6 @@ def first_time(what: str) -> bool:
     known = what in said
     said.add(what)
     return not known
-
-
-def warn(text: str) -> None:
-    """Print on stderr, above any bar, on rank 0 only."""
-    if rank() == 0:
-        tqdm.write(text, file=sys.stderr)
 
 
 def quiet_libraries() -> None:

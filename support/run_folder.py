@@ -27,7 +27,7 @@ from support.distributed import all_max, broadcast, raised_on_all, rank
 from support.errors import InputError
 from support.files import append_rows, whole_rows, write_whole, writing
 from support.flags import read_flags
-from support.progress import warn
+from support.progress import log
 
 lock_file: TextIO | None = None  # of the directory that this process works in
 
@@ -68,7 +68,7 @@ def lock(folder: Path, file: Path) -> None:
         raise InputError(f"--output {folder}: {owner} works there; wait for its end") from None
     except OSError as error:
         hint = "start no second process in this directory"
-        warn(f"{folder}: its file system has no locks ({error.strerror}); {hint}")
+        log(f"{folder}: its file system has no locks ({error.strerror}); {hint}")
 
 
 def refuse_strangers(folder: Path, files: tuple[str, ...]) -> None:
