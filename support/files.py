@@ -12,7 +12,7 @@ from typing import Any
 from support.errors import InputError, first_line
 
 
-def whole_rows(file: Path) -> Iterator[tuple[bytes, dict]]:
+def read_lines(file: Path) -> Iterator[tuple[bytes, dict]]:
     """Iterate over (line, row) of a .jsonl file, without torn lines. The file may be missing."""
     for line in file.read_bytes().split(b"\n") if file.exists() else []:
         with contextlib.suppress(ValueError):

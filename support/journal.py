@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from support import distributed
 from support.distributed import rank, world_size
-from support.files import append_rows, whole_rows, write_whole, writing
+from support.files import append_rows, read_lines, write_whole, writing
 
 TAIL = 2000  # characters of a response that stay in memory; the verifier reads these
 
@@ -55,7 +55,7 @@ class Journal:
 
     def parts(self, size: int = 64) -> Iterator[list[dict]]:
         """Iterate over all whole rows in lists of `size`. Rank 0 reads them for every rank."""
-        rows = (row for _, row in whole_rows(self.path)) if rank() == 0 else iter(())
+        rows = (row for _, row in read_lines(self.path)) if rank() == 0 else iter(())
         while part := distributed.broadcast(list(itertools.islice(rows, size))):
             yield part
 
@@ -79,7 +79,7 @@ class Journal:
         rows: dict[Key, dict] = {}
         lines: dict[Key, str] = {}
         for file in [self.path, *others]:
-            for line, row in whole_rows(file):
+            for line, row in read_lines(file):
                 if "response" in row:
                     row["response"] = row["response"].strip()[-TAIL:]
                 rows[key_of(row)], lines[key_of(row)] = row, line.decode() + "\n"

@@ -25,7 +25,7 @@ from support.checkpoints import (
 )
 from support.distributed import all_max, broadcast, raised_on_all, rank
 from support.errors import InputError
-from support.files import append_rows, whole_rows, write_whole, writing
+from support.files import append_rows, read_lines, write_whole, writing
 from support.flags import read_flags
 from support.progress import log
 
@@ -193,7 +193,7 @@ class RunFolder:
 
     def lines(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl on rank 0. Other ranks get an empty list."""
-        return [row for _, row in whole_rows(self.path / "metrics.jsonl")] if rank() == 0 else []
+        return [row for _, row in read_lines(self.path / "metrics.jsonl")] if rank() == 0 else []
 
     def save_is_due(self) -> bool:
         """Whether it is time for a checkpoint, by steps or by minutes. The same on every rank.
@@ -219,5 +219,5 @@ def is_due(step: int, every: int) -> bool:
 
 def cut_back(file: Path, step: int) -> None:
     """Keep the rows of a .jsonl file up to a step. A line that a crash tore is removed, too."""
-    kept = [line.decode() + "\n" for line, row in whole_rows(file) if row["step"] <= step]
+    kept = [line.decode() + "\n" for line, row in read_lines(file) if row["step"] <= step]
     write_whole(file, "".join(kept))
