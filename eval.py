@@ -153,7 +153,7 @@ class Settings(Protocol):
     seed: int
 
 
-def all_keys(suite: Suite, decodings: dict[str, tuple[float, float]]) -> dict[Key, dict]:
+def problems_by_key(suite: Suite, decodings: dict[str, tuple[float, float]]) -> dict[Key, dict]:
     """Return {key: problem} for every response of an evaluation, in the order of the tables."""
     return {
         Key(benchmark.key, decoding, number, sample): problem
@@ -203,7 +203,7 @@ def sample_suite(
     journal: Journal,
     settings: Settings,
 ) -> None:
-    """Sample the responses that the journal does not hold yet; problems: what all_keys returned.
+    """Sample the responses that the journal does not hold yet; problems: {key: problem}.
 
     Raises InputError if the journal holds responses to other problems. Raises Stopped on every rank
     if a stop was asked for.
@@ -249,7 +249,7 @@ def sample_suite(
 
 
 def grade(journal: Journal, problems: dict[Key, dict], reward: Reward) -> dict[Key, dict]:
-    """Grade all responses, and return {key: row}; problems: what all_keys returned.
+    """Grade all responses, and return {key: row}; problems: {key: problem}.
 
     The reward grades problems that have their whole row. Every rank grades a share. Raises
     RewardError and Stopped, each on every rank.
@@ -288,7 +288,7 @@ def evaluate(
     and gets the scores. Raises RewardError and Stopped, each on every rank.
     """
     decodings = {"training": DECODINGS["training"]}
-    journal, problems = Journal(path), all_keys(suite, decodings)
+    journal, problems = Journal(path), problems_by_key(suite, decodings)
     sample_suite(model, tokenizer, problems, decodings, journal, settings)
     return summarize(grade(journal, problems, reward))["training"]
 
@@ -346,7 +346,7 @@ def judge_texts(
 ) -> dict[Key, str]:
     """Write the judge's prompt for each response that the rule refused.
 
-    tokenizer: the verifier's; problems: what all_keys returned; samples: what `grade` returned.
+    tokenizer: the verifier's; problems: {key: problem}; samples: {key: row}, graded.
     """
     tokens = tokenizer.added_tokens_decoder.values()
     special = "|".join(re.escape(token.content) for token in tokens if token.special) or "(?!)"
@@ -621,7 +621,7 @@ def run(cfg: Config) -> None:
     with distributed.raised_on_all():
         if rank() == 0:
             check_samples(folder, cfg)
-    journal, problems = Journal(folder / "samples.jsonl"), all_keys(suite, decodings)
+    journal, problems = Journal(folder / "samples.jsonl"), problems_by_key(suite, decodings)
     model, tokenizer = load(cfg.model, cfg.chat_template)
     if not tokenizer.chat_template:
         progress.say(f"{cfg.model} has no chat template: problems go in as plain text")
