@@ -69,6 +69,18 @@ class Group:
     series: list[dict]  # for each run: metric -> {step: value}
 
 
+def read_lines(file: Path) -> list[dict]:
+    """Return the rows of a .jsonl file, without torn lines. The file may be missing.
+
+    A text within a row may hold characters at which `splitlines` would cut.
+    """
+    rows = []
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
 def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     """Return metric -> {step: mean of the last `window` values} of a metrics.jsonl, without nulls.
 
@@ -77,15 +89,13 @@ def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     the same curve or mean. Raises ValueError if there is no number yet.
     """
     series: dict[str, dict[int, float]] = defaultdict(dict)
-    for line in log.read_text("utf-8").splitlines() if log.exists() else []:
-        with contextlib.suppress(ValueError):  # the last line may be half written
-            row = json.loads(line)
-            scores = row.pop("eval", None) or {}
-            for name, score in scores.items():
-                row[f"eval/{name}, {score['problems']} problems"] = score["mean"]
-            for key, value in row.items():
-                if isinstance(value, int | float):
-                    series[key][row["step"]] = value
+    for row in read_lines(log):
+        scores = row.pop("eval", None) or {}
+        for name, score in scores.items():
+            row[f"eval/{name}, {score['problems']} problems"] = score["mean"]
+        for key, value in row.items():
+            if isinstance(value, int | float):
+                series[key][row["step"]] = value
     if not series:
         raise ValueError(f"{log} holds no step and no evaluation: wait for the first")
     for key, by_step in series.items():
@@ -189,17 +199,6 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], window: int, out: 
     save(fig, out / f"{stem}.png")
 
 
-def read_scores(run: Path) -> dict[int, dict[str, dict]]:
-    """Return step -> {benchmark: scores} of a run's evaluations."""
-    scores = {}
-    for line in (run / "metrics.jsonl").read_text("utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # a line that a crash tore
-            row = json.loads(line)
-            if row.get("eval"):
-                scores[row["step"]] = row["eval"]
-    return scores
-
-
 def read_rates(file: Path, scores: dict[str, dict]) -> dict[str, dict[tuple, float]]:
     """Return benchmark -> {problem: right responses in percent} of an evaluation's file.
 
@@ -207,8 +206,7 @@ def read_rates(file: Path, scores: dict[str, dict]) -> dict[str, dict[tuple, flo
     out. A problem is its number and its fingerprint.
     """
     correct: dict[str, dict[tuple, list]] = defaultdict(lambda: defaultdict(list))
-    for line in file.read_text("utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_lines(file):
         score = scores.get(row["benchmark"], {"problems": 0, "samples": 0})
         if row["problem"] < score["problems"] and row["sample"] < score["samples"]:
             correct[row["benchmark"]][row["problem"], row["fingerprint"]].append(row["correct"])
@@ -221,7 +219,8 @@ def changes(run: Path) -> list[str]:
     Both evaluations have the same problems, so the standard error is that of the mean change of a
     problem. How much harder one problem is than another does not matter.
     """
-    scores = read_scores(run)
+    rows = read_lines(run / "metrics.jsonl")
+    scores = {row["step"]: row["eval"] for row in rows if row.get("eval")}
     steps = sorted(scores)
     files = [run / "evaluations" / f"step_{step:06d}.jsonl" for step in steps]
     if len(files) < 2 or not (files[0].exists() and files[-1].exists()):

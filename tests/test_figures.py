@@ -11,6 +11,8 @@ from helpers import ROOT, check_png, read_csv, write_rows
 plt = pytest.importorskip("matplotlib.pyplot", reason="figures.py needs matplotlib")
 import figures  # noqa: E402
 
+from support.files import append_rows  # noqa: E402
+
 
 def metrics(step: int, accuracy: float, **more) -> dict:
     row = {"step": step, "accuracy": accuracy, "reward": 2 * accuracy - 1, "entropy": 0.5}
@@ -120,11 +122,12 @@ def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undraw
         answers = [
             {"benchmark": name, "problem": problem, "sample": sample}
             | {"fingerprint": made_from, "correct": {"1": True, "0": False}.get(mark)}
+            | {"response": "a\u2028b"}  # text, not the end of a line
             for name, made_from in (("sums", "same"), ("other", f"of step {step}"))
             for problem, marks in enumerate(right.split())
             for sample, mark in enumerate(marks)
         ]
-        write_rows(run / "evaluations" / f"step_{step:06d}.jsonl", *answers)
+        append_rows(run / "evaluations" / f"step_{step:06d}.jsonl", answers)
     figures.main([str(run)])
     words = f"{run}: sums +50.00 ± 28.87 points from step 0 to step 2"
     assert capsys.readouterr().out.splitlines()[0] == words
