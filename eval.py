@@ -38,7 +38,7 @@ from support import distributed, progress
 from support.distributed import rank, world_size
 from support.errors import InputError
 from support.files import fingerprint, write_whole
-from support.flags import Parser, flag
+from support.flags import flag, parse_flags
 from support.journal import Journal, Key, key_of
 from support.models import check_length, weights_of
 from support.problems import load_problems
@@ -642,8 +642,7 @@ def run(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
-        parser = Parser(Config, __doc__.split("\n")[0])
-        cfg = Config(**vars(parser.parse_args(argv)))
+        cfg = parse_flags(Config, __doc__.split("\n")[0], argv)
         progress.quiet_libraries()
         progress.report_device(weights="bfloat16")
         try:
