@@ -155,8 +155,8 @@ def look(
     return line, tokens, samples
 
 
-def divide(t: Tokens, tau_p: float) -> None:
-    """Add to each token its gradient norm, its quadrant of (p, H) and whether it is silenced.
+def with_quadrants(t: Tokens, tau_p: float) -> Tokens:
+    """Return the tokens with their gradient norms, their quadrants of (p, H) and what is silenced.
 
     The gradient norm is that of Sec. 3.2, Lemma, at rho = 1. It needs no backward pass:
     ||dJ/da|| = |A| sqrt(1 - 2 p + sum_v pi(v)^2).
@@ -165,11 +165,16 @@ def divide(t: Tokens, tau_p: float) -> None:
     0.8-quantile of H over all the tokens.
     """
     squared = 1 - 2 * t["p"].double() + t["collision"].double()
-    t["norm"] = t["advantage"].abs() * squared.clamp(min=0).sqrt()  # rounding can go below 0
-    t["threshold"] = t["tau_h"].where(t["tau_h"].isfinite(), stapo.quantile(t["entropy"], 0.8))
-    t["low_p"], t["low_h"] = t["p"] < tau_p, t["entropy"] < t["threshold"]
-    # 20-Entropy has no candidates. It leaves out tokens of high p as well, which are not marked.
-    t["silenced"] = ~t["kept"] & (t["candidate"] | t["low_p"])
+    threshold = t["tau_h"].where(t["tau_h"].isfinite(), stapo.quantile(t["entropy"], 0.8))
+    low_p = t["p"] < tau_p
+    return t | {
+        "norm": t["advantage"].abs() * squared.clamp(min=0).sqrt(),  # rounding can go below 0
+        "threshold": threshold,
+        "low_p": low_p,
+        "low_h": t["entropy"] < threshold,
+        # 20-Entropy has no candidates. It leaves out tokens of high p as well: they are not marked.
+        "silenced": ~t["kept"] & (t["candidate"] | low_p),
+    }
 
 
 def describe(t: Tokens, row: int, sample: dict, text: Callable[[int], str]) -> dict:
@@ -263,7 +268,7 @@ def draw_frequent(t: Tokens, label: str, text: Callable[[int], str], out: Path) 
 def draw(t: Tokens, samples: list[dict], all_tokens: int, task: stapo.Task, cfg: Config) -> None:
     """Write all figures into cfg.output. Raises InputError if they cannot be written."""
     out, label = Path(cfg.output), f"{METHODS.get(cfg.method, [cfg.method])[0]} on {cfg.model}"
-    divide(t, cfg.tau_p)
+    t = with_quadrants(t, cfg.tau_p)
 
     def text(i: int) -> str:
         return to_text(task.tokenizer, [i])

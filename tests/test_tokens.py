@@ -177,7 +177,7 @@ def test_a_mini_batch_without_tau_h_takes_the_quantile():
     t |= {"p": torch.tensor([0.1, 0.2, 0.1, 0.1, 0.1, 1.0]), "kept": torch.arange(6) > 0}
     t |= {"entropy": torch.tensor([0.5, 0.7, 0.75, 0.9, 0.8, 0.6])}
     t |= {"tau_h": torch.tensor([0.7, 0.7, 0.7, 0.9, nan, nan]), "candidate": t["p"] < 0}
-    tokens.divide(t, 0.2)
+    t = tokens.with_quadrants(t, 0.2)
     assert t["threshold"].tolist() == pytest.approx([0.7, 0.7, 0.7, 0.9, 0.8, 0.8])
     assert t["low_h"].tolist() == [True, False, False, False, False, True]
     assert t["low_p"].tolist() == [True, False, True, True, True, False]
