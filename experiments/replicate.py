@@ -240,8 +240,9 @@ def run_all(plan: list[Group], output: Path, jobs: int) -> None:
 # ----------------------------------------------------------------------------- numbers and tables
 
 
-# Tables: the columns are numbers of each run, by the name that they have there, with a format. What
-# is shown of them is mean ± standard error; with "mean" the mean alone, with "each" every run's.
+# The columns of a table are numbers of each run, by the name that they have there, with a format.
+# What is shown of them is mean ± standard error; with "mean" the mean alone, with "each" every
+# run's. These columns are in several tables.
 SPANS = ("5 to 10", "10 to 20", "last five", "held out")  # of steps, ends included
 LEVELS = {
     "silenced, %": "mean .2f",
@@ -249,31 +250,10 @@ LEVELS = {
     "entropy, 10 to 20": ".3f",
     "steps to 80 %": "mean .1f",
 }
+DIFFERENCES = {span: "+.1f" for span in SPANS}
+OF_EARLY = {span: DIFFERENCES[span] for span in SPANS[:2]}
+OF_EARLY |= {"log-odds, 10 to 20": "mean +.2f", "entropy, ratio": "mean .2f"}
 EACH_SEED = {"10 to 20, each seed": "each +.1f"}
-DIFFERENCES = {span: "+.1f" for span in SPANS} | {"entropy, ratio": "mean .2f"}
-OF_EARLY = {span: "+.1f" for span in SPANS[:2]} | {"log-odds, 10 to 20": "mean +.2f"}
-OF_EARLY |= {"entropy, ratio": "mean .2f"}
-OF_BASES = {span: "+.1f" for span in SPANS}
-OF_BASES |= {"log-odds, 10 to 20": "+.2f", "entropy, ratio": ".2f"}
-WHY = {key: LEVELS[key] for key in ("silenced, %", "accuracy, 10 to 20", "entropy, 10 to 20")}
-LONGER = {f"accuracy, {span}": ".1f" for span in ("21 to 40", "81 to 100", "held out")}
-LONGER |= {"entropy, 81 to 100": ".3f"}
-FALL = {"highest accuracy": "each .0f", "lowest after it": "each .0f"}
-FALL |= {"entropy at the highest": "each .2f", "entropy, end": "each .2f"}
-OF_LONGER = {span: "+.1f" for span in ("21 to 40", "81 to 100", "held out")}
-ENTROPIES = {f"entropy, {time}": ".2f" for time in ("start", 40, 80, "end")}
-BY_BASE = {
-    "candidates in its right answers, %": "mean .1f",
-    "silenced by STAPO, %": "mean .2f",
-    "STAPO, 10 to 20": ".1f",
-    **{span: "+.1f" for span in SPANS},
-    **OF_EARLY,
-}
-TEXTS = {"rare, %": ".2f", "tokens": ".1f", "cut off, %": ".1f", "no box, %": ".1f"}
-TEXTS |= {"answers": ".0f", "right, %": ".1f"}
-POOLED = {f"entropy, {time}": ".2f" for time in ("start", 40, 80, DRIFT)}
-EACH = {"entropy, end": "each .2f", "entropy, highest": "each .2f"}
-EACH |= {key: "each .0f" for key in ("tokens", "no box, %", "right, %")}
 
 Runs = dict[int, dict[str, Any]]  # seed -> numbers of a run, and its "lines"
 Results = dict[str, Runs]  # by the key of a group
@@ -463,41 +443,58 @@ def justrl_by_base(groups: list[Group], found: Results, bases: Sequence[str]) ->
     return {base: rows[base] for base in bases if base in rows}
 
 
+def show(title: str, rows: dict[str, Runs], columns: dict[str, str]) -> None:
+    print(f"\n{title}\n\n{table(rows, columns)}")
+
+
 def report_methods(groups: list[Group], found: Results, output: Path) -> None:
     """The tables and the picture."""
     by_base = justrl_by_base(groups, found, NOISE_LEVELS)
-    print(f"\nJustRL on each base model, minus STAPO\n\n{table(by_base, BY_BASE | EACH_SEED)}")
+    columns = {
+        "candidates in its right answers, %": "mean .1f",
+        "silenced by STAPO, %": "mean .2f",
+        "STAPO, 10 to 20": ".1f",
+    }
+    columns |= DIFFERENCES | OF_EARLY | EACH_SEED
+    show("JustRL on each base model, minus STAPO", by_base, columns)
     whole = [group for group in groups if group.steps == STEPS and group.base == "tests/tiny"]
     pairs = {g.name: found[g.key] for g in whole if g.name.startswith(("STAPO", "JustRL"))}
-    print(f"\nSTAPO and JustRL on tests/tiny\n\n{table(pairs, LEVELS)}")
-    minus = minus_reference(whole, found)
-    print(f"\nEach row on tests/tiny, minus STAPO\n\n{table(minus, DIFFERENCES | EACH_SEED)}")
+    show("STAPO and JustRL on tests/tiny", pairs, LEVELS)
+    columns = DIFFERENCES | {"entropy, ratio": "mean .2f"} | EACH_SEED
+    show("Each row on tests/tiny, minus STAPO", minus_reference(whole, found), columns)
     fast = {name: runs for name, runs in pairs.items() if name.endswith("four times the rate")}
-    print(f"\nAt the highest rate, seed by seed\n\n{table(fast, FALL)}")
+    columns = {"highest accuracy": "each .0f", "lowest after it": "each .0f"}
+    columns |= {"entropy at the highest": "each .2f", "entropy, end": "each .2f"}
+    show("At the highest rate, seed by seed", fast, columns)
     longer = [group for group in groups if group.steps == LONG]
-    print(f"\nLonger runs\n\n{table({g.name: found[g.key] for g in longer}, LONGER)}")
-    print(f"\nThe second minus the first\n\n{table(minus_reference(longer, found), OF_LONGER)}")
+    spans = ("21 to 40", "81 to 100", "held out")
+    columns = {f"accuracy, {span}": ".1f" for span in spans} | {"entropy, 81 to 100": ".3f"}
+    show("Longer runs", {g.name: found[g.key] for g in longer}, columns)
+    columns = {span: "+.1f" for span in spans}
+    show("The second minus the first", minus_reference(longer, found), columns)
     draw_methods(groups, found, by_base, output / "replication.png")
 
 
 def report_bases(groups: list[Group], found: Results, output: Path) -> None:
     """For each noise level a row for each base model, and one with the error over base models."""
+    columns = DIFFERENCES | {"log-odds, 10 to 20": "+.2f", "entropy, ratio": ".2f"}
     for percent, bases in PRETRAININGS.items():
         rows = justrl_by_base(groups, found, bases)
         if rows:
             over = [
-                {key: fmean(run[key] for run in runs.values()) for key in OF_BASES}
+                {key: fmean(run[key] for run in runs.values()) for key in columns}
                 for runs in rows.values()
             ]
             rows["mean over base models"] = dict(enumerate(over))
-            print(f"\nNoise {percent} %: JustRL minus STAPO\n\n{table(rows, OF_BASES)}")
+            show(f"Noise {percent} %: JustRL minus STAPO", rows, columns)
 
 
 def report_why(groups: list[Group], found: Results, output: Path) -> None:
     """Every row minus STAPO, or minus STAPO under SGD."""
-    print(f"\nWhy it helps\n\n{table(minus_reference(groups, found), OF_EARLY | EACH_SEED)}")
+    show("Why it helps", minus_reference(groups, found), OF_EARLY | EACH_SEED)
     rows = {group.name: found[group.key] for group in groups}
-    print(f"\nThe rows themselves\n\n{table(rows, WHY)}")
+    names = ("silenced, %", "accuracy, 10 to 20", "entropy, 10 to 20")
+    show("The rows themselves", rows, {name: LEVELS[name] for name in names})
 
 
 def report_drift(groups: list[Group], found: Results, output: Path) -> None:
@@ -507,10 +504,16 @@ def report_drift(groups: list[Group], found: Results, output: Path) -> None:
     for name in ("STAPO", "JustRL"):
         pooled[name] = rows.get(name, {}) | rows.get(f"{name}, {LONG_DRIFT} steps", {})
     first = {seed: run["before"] for seed, run in found[groups[0].key].items()}
-    print(f"\nA reward that says nothing\n\n{table(rows, ENTROPIES | TEXTS)}")
-    print(f"\nBefore it, in the first row\n\n{table({groups[0].name: first}, TEXTS)}")
-    print(f"\nThe first {DRIFT} steps\n\n{table(pooled, POOLED)}")
-    print(f"\nSeed by seed\n\n{table(rows, EACH)}")
+    texts = {"rare, %": ".2f", "tokens": ".1f", "cut off, %": ".1f", "no box, %": ".1f"}
+    texts |= {"answers": ".0f", "right, %": ".1f"}
+    entropies = {f"entropy, {time}": ".2f" for time in ("start", 40, 80, "end")}
+    show("A reward that says nothing", rows, entropies | texts)
+    show("Before it, in the first row", {groups[0].name: first}, texts)
+    columns = {f"entropy, {time}": ".2f" for time in ("start", 40, 80, DRIFT)}
+    show(f"The first {DRIFT} steps", pooled, columns)
+    columns = {"entropy, end": "each .2f", "entropy, highest": "each .2f"}
+    columns |= {key: "each .0f" for key in ("tokens", "no box, %", "right, %")}
+    show("Seed by seed", rows, columns)
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for group in groups:
         name = group.name.removesuffix(f", {LONG_DRIFT} steps")
@@ -528,7 +531,7 @@ class Part(NamedTuple):
     plan: list[Group]
     short: int  # rows of the plan that --short runs, with two seeds each
     measure: Callable[[list[dict], Path], dict[str, Any]]  # the numbers of a run
-    show: Callable[[list[Group], Results, Path], None]  # tables and picture
+    report: Callable[[list[Group], Results, Path], None]  # tables and picture
 
 
 PARTS = {
@@ -551,7 +554,7 @@ def report(part: str, output: Path) -> None:
                 found[group.key][seed]["lines"] = lines
     groups = [group for group in PARTS[part].plan if group.key in found]
     if groups:
-        PARTS[part].show(groups, found, output)
+        PARTS[part].report(groups, found, output)
 
 
 def main() -> None:
