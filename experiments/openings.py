@@ -1,7 +1,7 @@
 """Why the entropy criterion is there: a useful token, rare because it is one of many.
 
-    python experiments/openings.py --jobs 2            # everything: 40 minutes on two cores
-    python experiments/openings.py --short --jobs 2    # one seed of "condition": ten minutes
+    python experiments/openings.py --jobs 2            # everything: 45 minutes on two cores
+    python experiments/openings.py --short --jobs 2    # one seed of "condition": 15 minutes
 
 A model like tests/tiny, for the same sums, begins each response with one of 800 opening words. 32
 of them are useful: the sum is worked out behind them. 768 are followed by a guess. Each word has
