@@ -1,4 +1,4 @@
-"""The paper's results table for any checkpoint: six benchmarks, two decodings, mean@N.
+"""Evaluate a model as in the paper's results table: six benchmarks, two decodings, mean@N.
 
     python eval.py --model Qwen/Qwen3-1.7B-Base          # the paper's setup, without its verifier
     python eval.py --model M --benchmarks math500 --limit 50 --samples 1 --decoding training
@@ -48,6 +48,8 @@ from support.stop import Stopped, stop
 
 
 class Benchmark(NamedTuple):
+    """A benchmark, and where it is."""
+
     key: str
     title: str
     hub: str  # dataset id on the Hugging Face Hub
@@ -70,7 +72,7 @@ Suite = dict[Benchmark, list[dict]]  # the problems of each, as load_problems gi
 
 @dataclass
 class Config:
-    """Every flag. The defaults are the paper's evaluation setup (appendix), except the verifier.
+    """All flags of eval.py. The defaults are the paper's setup (appendix), except the verifier.
 
     The paper's verifier is `--verifier opencompass/CompassVerifier-3B`. The default is none.
     """
@@ -78,7 +80,8 @@ class Config:
     model: str = field(metadata={"help": "Hub id or local folder of a causal LM"})
     benchmarks: list[str] = flag([b.key for b in BENCHMARKS], "names, or data files")
     decoding: list[str] = flag(
-        list(DECODINGS), "training, justrl or temperature,top-p such as 0.6,0.95; 0,1 is greedy"
+        list(DECODINGS),
+        "training (1.0,1.0), justrl (0.7,0.9), or temperature,top-p; 0,1 is greedy",
     )
     data_dir: str = flag("", "read DIR/<name>.jsonl, .json or .parquet (empty: from the Hub)")
     samples: int = flag(0, "responses to each problem (0: the benchmark's own; greedy takes 1)")
@@ -88,7 +91,7 @@ class Config:
     seed: int = flag(0, "seed of the sampling")
     instruction: str = flag(rollout.INSTRUCTION, "text after every problem; may be empty")
     chat_template: str = flag(
-        "", "file in place of the tokenizer's chat template; none: without one; empty: its own"
+        "", "file with a chat template; none: no template; empty: the tokenizer's own"
     )
     reward: str = flag("", "FILE.py:FUNCTION grades benchmarks that are files: above 0 is right")
     verifier: str = flag("", "causal LM that judges what the rule refused (empty: none)")
@@ -145,7 +148,7 @@ def parse_decodings(texts: list[str]) -> dict[str, tuple[float, float]]:
 
 
 class Settings(Protocol):
-    """The flags that both stapo.py and this file have: a Config of either is one."""
+    """The flags that training and evaluation share: a Config of either has them."""
 
     instruction: str
     max_new_tokens: int
@@ -282,10 +285,11 @@ def evaluate(
     settings: Settings,
     reward: Reward,
 ) -> dict[str, dict]:
-    """Evaluate a model in memory under the training decoding: {benchmark: scores}. For stapo.py.
+    """Evaluate a model in memory under the training decoding: {benchmark: scores}.
 
-    path: the journal's file. Responses that it holds are not sampled again. Every rank calls this
-    and gets the scores. Raises RewardError and Stopped, each on every rank.
+    stapo.py calls it during training. path: the journal's file. Responses that it holds are not
+    sampled again. Every rank calls this and gets the scores. Raises RewardError and Stopped, each
+    on every rank.
     """
     decodings = {"training": DECODINGS["training"]}
     journal, problems = Journal(path), problems_by_key(suite, decodings)
@@ -397,6 +401,7 @@ def verify(
 
 
 def verdict_of(reply: str) -> dict:
+    """Return the verdict of a verifier's reply, as stored."""
     verdict = parse_verdict(reply)
     return {"verdict": verdict, "correct": verdict == "CORRECT"}
 
@@ -421,9 +426,9 @@ def judge(
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """The chance that k of n samples, of which c are right, hold a right one.
+    """Return the chance that k samples, drawn from n of which `right` are right, have a right one.
 
-    It is 1 - C(n - c, k) / C(n, k).
+    It is 1 - C(n - right, k) / C(n, k).
     """
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 

@@ -41,7 +41,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
-    """The tokenizer of a Hub id or a local folder, with a pad token. Raises InputError.
+    """Load the tokenizer of a Hub id or a local folder, with a pad token. Raises InputError.
 
     chat_template: "" keeps the tokenizer's own, "none" removes it, anything else is a file with a
     template.
@@ -65,7 +65,7 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
 
 
 def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
-    """A Policy with float32 weights. Every rank calls it. Raises InputError.
+    """Load a Policy with float32 weights. Every rank calls it. Raises InputError.
 
     FSDP2 shards the Policy over the ranks, except on a single CPU process. On CUDA (also on one
     GPU) it computes in bfloat16. Only rank 0 reads the weights, into CPU memory. Every rank builds
@@ -95,7 +95,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
 
 
 def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a response: the model's, the tokenizer's, and the chat template's."""
+    """Return the ids that end a response: the model's, the tokenizer's, the chat template's."""
     ids = model.generation_config.eos_token_id
     ids = set(ids if isinstance(ids, (list, tuple)) else [ids]) | {tokenizer.eos_token_id}
     if tokenizer.chat_template:
@@ -114,7 +114,7 @@ def stop_ids(model: Model, tokenizer: Tokenizer) -> list[int]:
 def encode_prompt(
     tokenizer: Tokenizer, problem: str, instruction: str = INSTRUCTION, **switches: Any
 ) -> list[int]:
-    """Token ids of a problem and its instruction, in the tokenizer's chat template if it has one.
+    """Return the ids of a problem and its instruction, in the chat template if there is one.
 
     switches: options of the template, such as enable_thinking.
     """
@@ -201,9 +201,10 @@ def sample(
 def response_of(
     tokenizer: Tokenizer, prompt: list[int], ids: list[int], stops: list[int]
 ) -> Response:
-    """The Response of sampled ids. An id of -1 marks logits that were NaN, and becomes 0.
+    """Build a Response from sampled ids.
 
-    Training goes on with such a response, and its own checks report what is not finite.
+    An id of -1 marks logits that were NaN. It becomes 0. Training goes on with such a response,
+    and its own checks report what is not finite.
     """
     valid = [max(i, 0) for i in ids]
     text, truncated = to_text(tokenizer, valid, skip_special=True), ids[-1] not in stops
@@ -211,7 +212,7 @@ def response_of(
 
 
 def in_order(sampled: Iterator[list[tuple[int, Response]]]) -> list[Response]:
-    """All responses that `sample` yields, in the order of their prompts."""
+    """Return all responses that `sample` yields, in the order of their prompts."""
     responses = dict(itertools.chain.from_iterable(sampled))
     return [responses[i] for i in sorted(responses)]
 
@@ -219,7 +220,7 @@ def in_order(sampled: Iterator[list[tuple[int, Response]]]) -> list[Response]:
 def sampling_config(
     temperature: float, top_p: float, max_new_tokens: int | None, stops: list[int], pad: int
 ) -> GenerationConfig:
-    """A GenerationConfig that sets every field that changes the sampling.
+    """Return a GenerationConfig that sets every field that changes the sampling.
 
     A field that is not set would come from the model's generation_config (Qwen3 has top_k 20 and
     top_p 0.95), or from transformers' defaults (top_k 50).
@@ -238,7 +239,7 @@ def sampling_config(
 def generate(
     model: Model, prompts: list[list[int]], config: GenerationConfig, **options: Any
 ) -> Any:
-    """model.generate on all prompts, which it needs left-padded. decoding_loop strips the padding.
+    """Call model.generate on all prompts. It needs left padding, which decoding_loop strips.
 
     The model's own generation_config is set aside during the call: `config` has every field. Raises
     RuntimeError if `generate` would run a logits processor that config does not ask for.
@@ -284,13 +285,13 @@ def generate_in_batches(
 
 
 def without_nan(is_nan: list[torch.Tensor], _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """A logits processor: plain `generate` cannot draw from NaN. is_nan gets the rows with NaN."""
+    """Replace NaN: `generate` cannot draw from it. is_nan gets the rows with NaN."""
     is_nan.append(logits.isnan().any(1))
     return logits.masked_fill(logits.isnan(), 0.0)
 
 
 def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) -> str:
-    """Ids as text. A model's head can be wider than the vocabulary (Qwen3); such ids have none."""
+    """Return ids as text. Ids above the vocabulary have none: a head can be wider (Qwen3)."""
     size = len(tokenizer)
     return tokenizer.decode([i for i in ids if i < size], skip_special_tokens=skip_special)
 
@@ -299,7 +300,7 @@ def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) ->
 
 
 class Policy(torch.nn.Module):
-    """pi_theta: a transformers model whose forward returns p and H of given responses' tokens."""
+    """pi_theta: a transformers model whose forward returns ln p and H of responses' tokens."""
 
     def __init__(self, model: Model, gradient_checkpointing: bool = False) -> None:
         super().__init__()
@@ -339,12 +340,12 @@ class Policy(torch.nn.Module):
 def response_stats(
     policy: Policy, ids: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor, budget: int
 ) -> TokenStats:
-    """p and H of every response token under the policy: (B, L) float32 each, on the CPU.
+    """Return ln p and H of every response token under the policy: (B, L) float32 each, on the CPU.
 
     ids (B, L) long, mask (B, L) bool, lengths (B,) long of prompt and response: right-padded rows
     on the CPU. budget: the most tokens of a micro-batch. Every rank calls it.
     """
-    whole = torch.zeros(2, *ids.shape)  # p and H
+    whole = torch.zeros(2, *ids.shape)  # ln p and H
     for part in track(micro_batches(lengths.tolist(), budget), "statistics"):
         rows = torch.tensor(part, dtype=torch.long)
         width = max(lengths[rows].tolist(), default=0)
@@ -355,7 +356,7 @@ def response_stats(
 
 
 def pad_batch(responses: list[Response]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Responses as right-padded [prompt, response] rows.
+    """Return responses as right-padded [prompt, response] rows.
 
     Returns ids (B, L) long, the mask (B, L) bool of response tokens, and lengths (B,) long. The
     padding is 0: no token sees it, because attention is causal.
@@ -393,7 +394,7 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
 def sampling_gap(
     logp: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check that tokens were drawn from the policy that gave logp and entropy: (gap in nats, z).
+    """Return (gap, z): how far the tokens are from what the policy of logp and entropy would draw.
 
     logp (ln p), entropy (nats) and mask (bool) have one shape, any. If y is drawn from pi, the
     expectation of -ln pi(y) is H, given all tokens before y. So d = -logp - H has the mean 0. gap

@@ -1,4 +1,4 @@
-"""STAPO: Spurious-Token-Aware Policy Optimization (arXiv 2602.15620), beside its equations.
+"""Train a language model with STAPO, Spurious-Token-Aware Policy Optimization (arXiv 2602.15620).
 
     python stapo.py @tests/tiny/args                             # two minutes, one CPU thread
     python stapo.py --model Qwen/Qwen3-1.7B-Base                 # one night, one GPU of 80 GB
@@ -82,7 +82,7 @@ from support.stop import Stopped, stop
 
 @dataclass
 class Config:
-    """Every flag. The defaults are sized for one night on one GPU of 80 GB.
+    """All flags of training. The defaults are sized for one night on one GPU of 80 GB.
 
     tau_p, q, the clip range, G, the learning rate and four updates to a step are the paper's. If a
     default is not the paper's, its help has the paper's value. recipes/paper-1.7b has every value
@@ -93,7 +93,7 @@ class Config:
     data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl, .json or .parquet")
     instruction: str = flag(INSTRUCTION, "text after every problem; may be empty")
     chat_template: str = flag(
-        "", "file in place of the tokenizer's chat template; none: without one; empty: its own"
+        "", "file with a chat template; none: no template; empty: the tokenizer's own"
     )
     reward: str = flag(
         "",
@@ -104,16 +104,18 @@ class Config:
     resume: str = flag("", "directory of a run to continue with its own flags")
     # the objective
     method: str = flag(
-        "stapo", "stapo; justrl, grpo, 20-entropy (baselines); full-mask, high-entropy, random"
+        "stapo",
+        "stapo; baselines: justrl (silences nothing), grpo, 20-entropy; ablations: full-mask "
+        "(silences all candidates), high-entropy, random",
     )
     tau_p: float = flag(
-        0.002, "S2T: a token of a right answer is a candidate below this probability"
+        0.002, "a token of a response with A > 0 is a candidate below this probability"
     )
-    q: float = flag(0.75, "S2T: candidates are silenced below this quantile of entropy")
+    q: float = flag(0.75, "candidates below this quantile of entropy are silenced")
     quantile_over: Literal["candidates", "all"] = flag(
         "candidates",
-        "S2T: the quantile is over the candidates, or over all response tokens of the mini-batch "
-        "(all, with --q 0.8: the first version of the paper)",
+        "tokens of the mini-batch over which the quantile is taken (first version of the paper: "
+        "all, with --q 0.8)",
     )
     eps_low: float = flag(0.2, "clip the ratio at 1 - eps_low")
     eps_high: float = flag(0.28, "clip the ratio at 1 + eps_high (grpo: 1 + eps_low)")
@@ -127,14 +129,14 @@ class Config:
         1024, "longer prompts are dropped; instruction and template count"
     )
     max_new_tokens: int = flag(4096, "longest response, in tokens (paper: 15,360)")
-    lr: float = flag(1e-6, "AdamW's constant rate")
+    lr: float = flag(1e-6, "AdamW's learning rate after the warm-up")
     warmup_steps: int = flag(5, "steps (of batch_size prompts) of linear warm-up (paper: 10)")
     weight_decay: float = flag(0.1, "AdamW's (JustRL's value; the paper gives none)")
     grad_clip: float = flag(1.0, "largest gradient norm")
     seed: int = flag(0, "seed of the data order and of the sampling")
     # memory and files
     rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
-    tokens_per_micro_batch: int = flag(16384, "most tokens of a micro-batch: rows x longest row")
+    tokens_per_micro_batch: int = flag(16384, "most tokens of a micro-batch, padding included")
     gradient_checkpointing: bool = flag(
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"
     )
@@ -149,7 +151,8 @@ class Config:
     log_samples: int = flag(8, "responses of each step that are written to samples.jsonl")
     eval_every: int = flag(0, "steps between evaluations; the first is before step 1 (0: none)")
     eval_benchmarks: list[str] = flag(
-        ["aime24"], "eval.py's names, or files; --reward grades those that are files"
+        ["aime24"],
+        "aime24, aime25, amc23, math500, minerva, olympiadbench, or files; --reward grades files",
     )
     eval_limit: int = flag(0, "number of problems of each benchmark, its first (0: all)")
     eval_samples: int = flag(0, "responses to a problem (0: the benchmark's own)")
@@ -188,7 +191,7 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
-    """Quantiles of a 1-D tensor, with linear interpolation; -inf if the tensor is empty.
+    """Return quantiles of a 1-D tensor, with linear interpolation; -inf if the tensor is empty.
 
     The result has the shape of q. torch.quantile raises on an empty tensor, and on more than 16
     million values. A batch can hold more.
@@ -225,7 +228,7 @@ def spurious_mask(
     q: float = 0.75,
     tau_h: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sec. 3.3, S2T: which tokens are spurious and silenced. Returns (B, T) bool, True where I = 0:
+    """Sec. 3.3, S2T: return which tokens are silenced, (B, T) bool. True means I = 0:
 
         I_it = 0   if A_i > 0 and pi(y_it) < tau_p and H_it < tau_h
              = 1   otherwise
@@ -324,7 +327,9 @@ def ratio_sums(
     eps_low: float,
     eps_high: float,
 ) -> dict[str, torch.Tensor]:
-    """Sums of the ratio's metrics over all tokens in mask, silenced tokens included; 0-dim tensors.
+    """Return the sums behind ratio_mean, approx_kl, clip_low and clip_high: 0-dim tensors.
+
+    The sums are over all tokens in mask, silenced tokens included.
 
     kl_sum / tokens is the mean of rho - 1 - ln rho, an estimate of KL(pi_old || pi_theta). It grows
     with every drift. The mean of rho, ratio_sum / tokens, stays 1 if some rho grow and others
@@ -355,7 +360,7 @@ def grpo_loss(
     beta: float,
     num_responses: float,
 ) -> torch.Tensor:
-    """Sec. 2.2, the GRPO baseline: the mean over tokens in each response, then over responses.
+    """Sec. 2.2, GRPO: the clipped objective, averaged in each response, then over responses.
 
         J = 1/N sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
         k3 = r - ln r - 1 with r = pi_ref / pi_theta
@@ -401,16 +406,16 @@ class Batch:
     seeds: torch.Tensor  # (B,) long, of the sampling
 
     def mini_batches(self, count: int) -> "list[Batch]":
-        """Cut the batch into `count` parts with equally many rows, which share its memory."""
+        """Split the batch into `count` parts with equally many rows (views)."""
         size = len(self.ids) // count
         return [self.take(slice(i * size, (i + 1) * size)) for i in range(count)]
 
     def rows(self, index: torch.Tensor) -> "Batch":
-        """A micro-batch: the rows `index` (N,) long, cut to the longest of these rows."""
+        """Return the rows `index` (N,) long, without the padding that none of them needs."""
         return self.take(index, width=max(self.lengths[index].tolist(), default=0))
 
     def take(self, index: slice | torch.Tensor, width: int | None = None) -> "Batch":
-        """Some of the rows, with their first `width` columns (None: all columns)."""
+        """Return some of the rows, with their first `width` columns (None: all columns)."""
         return Batch(
             ids=self.ids[index, :width],
             mask=self.mask[index, :width],
@@ -425,7 +430,7 @@ class Batch:
 
 
 class Choice(NamedTuple):
-    """What a method decides for the tokens of this rank's rows of a mini-batch."""
+    """A method's decision for a mini-batch (this rank's rows): which tokens are kept."""
 
     keep: torch.Tensor  # (B, L) bool: the tokens that the objective is over, the paper's I
     candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
@@ -489,7 +494,10 @@ def keep_all(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
 
 
 class Method(NamedTuple):
-    """STAPO or a baseline, as a row of METHODS. docs/using-the-loss.md adds a row."""
+    """A training method: which tokens it keeps, and what it divides by.
+
+    docs/using-the-loss.md adds one to METHODS.
+    """
 
     choose: Callable[[Batch, TokenStats, Config], Choice]  # from p and H under pi_theta
     reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
@@ -512,12 +520,12 @@ METHODS = {
 
 
 def refused_flags(method: Method) -> list[str]:
-    """The names of the flags that must keep their defaults under a method."""
+    """Return the names of the flags that a method does not use."""
     return method.refuses.split() + ([] if method.kl else ["beta"])
 
 
 def count_tokens(batch: Batch, stats: TokenStats, choice: Choice) -> dict[str, int]:
-    """Count a mini-batch's responses and tokens over all ranks; `update` divides by one of them."""
+    """Count a mini-batch's responses and tokens, over all ranks."""
     finite = stats.logp.isfinite() & stats.entropy.isfinite()  # (B, L)
     counts = {
         "responses": len(batch.ids),
@@ -534,10 +542,10 @@ def count_tokens(batch: Batch, stats: TokenStats, choice: Choice) -> dict[str, i
 
 
 def statistics_pass(policy: Policy, batch: Batch, cfg: Config) -> TokenStats:
-    """Compute p and H of a mini-batch's tokens under the current policy: (B, L) float32 each.
+    """Compute ln p and H of a mini-batch's tokens under the current policy: (B, L) float32 each.
 
     Only the responses that the method reads are forwarded. STAPO reads those with A > 0, because no
-    others can hold candidates. Rows that are not forwarded keep p and H under pi_old.
+    others can hold candidates. Rows that are not forwarded keep ln p and H under pi_old.
     """
     reads = "all" if cfg.quantile_over == "all" else METHODS[cfg.method].reads
     every = torch.ones_like(batch.advantages, dtype=torch.bool)  # (B,)
@@ -552,7 +560,7 @@ def statistics_pass(policy: Policy, batch: Batch, cfg: Config) -> TokenStats:
 def objective(
     batch: Batch, keep: torch.Tensor, logp: torch.Tensor, denominator: float, cfg: Config
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss -J of a micro-batch under --method, a 0-dim tensor, and its ratio_sums.
+    """Return the loss -J of a micro-batch under --method, a 0-dim tensor, and its ratio_sums.
 
     keep (B, L) bool is the paper's I, on the CPU like the batch. logp (B, L) float32 with gradient
     is on the model's device, and so are the results.
@@ -579,7 +587,7 @@ def update(
     counts: dict[str, int],
     cfg: Config,
 ) -> dict[str, float]:
-    """One optimiser step on a mini-batch, over the tokens in keep (B, L) bool.
+    """Take one optimiser step on a mini-batch, over the tokens in keep (B, L) bool.
 
     counts: what count_tokens returned. Without a KL term, responses with A = 0 have no gradient:
     they are not forwarded, but they stay in the denominator. If anything is not finite, there is no
@@ -634,7 +642,7 @@ class Task(NamedTuple):
 
 
 def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
-    """The problems of step 1, 2, ...: shuffled epochs, one after another, are cut into batches."""
+    """Return the indices of a step's problems. Epochs are shuffled, and follow each other."""
     start = (step - 1) * batch_size  # of the batch in the list of all epochs
     last = start + batch_size - 1
     epochs = range(start // num_problems, last // num_problems + 1)
@@ -646,7 +654,7 @@ def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> l
 def rank_rows(
     batch_size: int, mini_batch_size: int, group_size: int, rank: int, world: int
 ) -> list[tuple[int, int]]:
-    """Which responses of a step a rank samples: (problem in the batch, member of its group).
+    """Return which responses of a step a rank samples: (problem in the batch, member of its group).
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the number
     of ranks. Example: a batch of four problems 0 to 3, mini-batches of two and groups of two.
@@ -663,7 +671,7 @@ def rank_rows(
 def collect(
     policy: Policy, reference: Policy | None, task: Task, step: int, cfg: Config
 ) -> tuple[Batch, list[dict]]:
-    """Sample and reward this rank's responses of a step, with p and H under pi_old.
+    """Sample this rank's responses of a step, reward them, and compute ln p and H under pi_old.
 
     Returns the batch, whose rows are in the order of rank_rows, and a row of samples.jsonl for each
     response. Raises Stopped if a stop was asked for, and RewardError, each on every rank.
@@ -709,7 +717,7 @@ def collect(
 
 
 def grade(reward: Reward, responses: list[Response], problems: list[dict]) -> list[float]:
-    """The reward of each response. Raises RewardError and Stopped, each on every rank."""
+    """Reward each response. If one rank fails or stops, all ranks raise RewardError or Stopped."""
     rewards = []
     pairs = list(zip(responses, problems, strict=True))
     with distributed.raised_on_all():
@@ -906,7 +914,7 @@ def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> 
 def load_models(
     cfg: Config, tokenizer: Tokenizer, checkpoint: Path | None
 ) -> tuple[Policy, Optimizer, Policy | None]:
-    """The policy, its AdamW, and the starting model (None without a KL term).
+    """Load the policy, its AdamW, and the starting model (None without a KL term).
 
     The policy and AdamW come from a checkpoint, or if it is None, from --model. Raises InputError.
     """
@@ -927,13 +935,16 @@ def load_models(
 def starting_weights(
     policy: Policy, reference: Policy | None, checkpoint: Path | None
 ) -> dict[str, str]:
-    """The fingerprint of --model's weights; {} if a resumed run did not load them."""
+    """Return the fingerprint of --model's weights; {} if a resumed run did not load them."""
     starting = reference or (None if checkpoint else policy)
     return {"model": weights_fingerprint(starting.model)} if starting else {}
 
 
 def train(cfg: Config) -> None:
-    """Algorithm 1, --steps times. Raises InputError, and Stopped after a stop was asked for."""
+    """Train: repeat Algorithm 1 for --steps steps.
+
+    Raises InputError, and Stopped after a stop was asked for.
+    """
     checkpoint = newest_checkpoint(Path(cfg.resume)) if cfg.resume else None
     with distributed.raised_on_all():
         task = load_task(cfg, checkpoint)
@@ -991,6 +1002,7 @@ def train(cfg: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Read the flags and train. argv replaces the command line."""
     with distributed.session("stapo.py"):
         progress.quiet_libraries()
         with distributed.raised_on_all():

@@ -83,7 +83,7 @@ distribution at the token's place. It is low below τ_h of the mini-batch, or be
 <dt><del class="sample">silenced</del></dt>
 <dd>Left out of the loss: no gradient. STAPO silences low p with low H.</dd>
 <dt><span class="sample spurious">low p, low H</span></dt>
-<dd>Unlikely where the model was sure of another word.</dd>
+<dd>Unlikely where the model was sure of another word. STAPO keeps no such token.</dd>
 <dt><span class="sample exploring">low p, high H</span></dt>
 <dd>Unlikely where the model was undecided.</dd>
 <dt><span class="sample choosing">high p, high H</span></dt>
