@@ -53,6 +53,7 @@ UPDATES = {
     "clip_low": "share clipped at 1 − ε_low",
     "clip_high": "share clipped at 1 + ε_high",
 }
+COLUMNS = "metric", "group", "step", "mean", "min", "max", "runs"  # of every .csv file
 INCIDENTAL = set(  # the seed, and flags that do not change what a run computes
     "seed output resume steps save_every save_minutes keep_last eval_every eval_benchmarks "
     "eval_limit eval_samples log_samples rollout_batch_size tokens_per_micro_batch "
@@ -141,9 +142,21 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
 
 def write_csv(path: Path, rows: list[dict]) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
+
+
+def refuse_strangers(out: Path, stem: str) -> None:
+    """Raise ValueError if a file in `out` has a figure's name and was not written by this script.
+
+    The header of the .csv file shows who wrote it and the picture beside it.
+    """
+    table, picture = out / f"{stem}.csv", out / f"{stem}.png"
+    header = table.read_text("utf-8", "replace").split("\n")[0] if table.exists() else ""
+    for file in (table, picture):
+        if file.exists() and header != ",".join(COLUMNS):
+            raise ValueError(f"{file}: was not written by this script; name another --output")
 
 
 def save(fig: plt.Figure, path: Path) -> None:
@@ -245,7 +258,10 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
     names = sorted({key for group in groups for run in group.series for key in run})
     scores = {name: f"{name[5:]} (mean accuracy, %)" for name in names if name.startswith("eval/")}
     figures = {"training": TRAINING, "quantiles": QUANTILES, "updates": UPDATES}
-    for stem, panels in (figures | {"evaluation": scores}).items():
+    figures["evaluation"] = scores
+    for stem in figures:
+        refuse_strangers(out, stem)
+    for stem, panels in figures.items():
         draw_curves(stem, panels, groups, window, out)
     for path in paths:
         for words in changes(path):

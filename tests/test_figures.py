@@ -45,7 +45,8 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
     runs.append(write_run(tmp_path / "other", [metrics(1, 0.5)], tau_p=0.01))
     runs.append(write_run(tmp_path / "base", [metrics(1, 0.4)], method="justrl"))
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "evaluation.csv").write_text("of other runs")
+    old = tmp_path / "out" / "evaluation.csv"
+    old.write_text(",".join(figures.COLUMNS) + "\n")  # of other runs
     figures.main([*map(str, runs), "--output", str(tmp_path / "out")])
     rows = read_csv(tmp_path / "out" / "training.csv")
     found = {
@@ -61,7 +62,7 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
         ("STAPO, tau_p 0.01", 1): [0.5, 0.5, 0.5, 1],
         ("JustRL", 1): [0.4, 0.4, 0.4, 1],
     }
-    assert not (tmp_path / "out" / "evaluation.csv").exists()
+    assert not old.exists()
 
 
 def test_methods_that_the_legend_does_not_know_are_told_apart(tmp_path):
@@ -160,6 +161,16 @@ def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
         message = error(run)
         assert said in message and str(run) in message
         assert file in message or file == "config.json"  # then the directory is no run's
+
+
+@pytest.mark.parametrize("name", ["training.csv", "evaluation.csv", "evaluation.png"])
+def test_files_of_anybody_else_stay_as_they_are(name, tmp_path, undrawn):
+    run = write_run(tmp_path / "run", [metrics(1, 0.5)])
+    (tmp_path / name).write_text("model,score\nmine,40\n")
+    with pytest.raises(SystemExit, match=re.escape(f"{tmp_path / name}: was not written")):
+        figures.main([str(run), "--output", str(tmp_path)])
+    assert (tmp_path / name).read_text() == "model,score\nmine,40\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", name}
 
 
 def test_figures_imports_nothing_of_the_project():
