@@ -11,7 +11,7 @@ An evaluation has five parts, in the order of this file:
 3. Grade all responses with the grader as it is now, even those that were sampled earlier.
 4. With --verifier, a second model judges the responses that the rule refused. A stored verdict is
    used again only if the problem, its answer, the response and the judge's prompt are the same.
-5. Write scores.json and table.md.
+5. Write scores.json and table.md. With --verifier, write copies that have its name.
 
 After the model is loaded, Ctrl-C, SIGTERM or SIGHUP ends the program within a few tokens, with exit
 status 130. After a stop or a crash the same command continues, on any number of ranks.
@@ -488,7 +488,7 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
         lines = []  # for each decoding: the mean of each benchmark, and the mean of these
         for by_benchmark in scores.values():
             summaries = [by_benchmark[benchmark.key] for benchmark in suite]
-            means = [(s["verified"] if "verifier" in grader else s)["mean"] for s in summaries]
+            means = [(s["verified"] if ", then " in grader else s)["mean"] for s in summaries]
             lines.append([f"{mean:.2f}" for mean in [*means, fmean(means)]])
         cells = [cell(list(column)) for column in zip(*lines, strict=True)]
         rows.append([model, cell(list(scores)), grader, *cells])
@@ -537,7 +537,7 @@ def file_name(model: str) -> str:
 
 
 # The names in an output directory. The settings are written before the others.
-WRITTEN = "settings.json", "samples*.jsonl", "verdicts-*.jsonl", "scores.json", "table.md"
+WRITTEN = "settings.json", "samples*.jsonl", "verdicts-*.jsonl", "scores*.json", "table*.md"
 
 
 # Flags that change no response. All others must be those of the stored samples.
@@ -610,7 +610,7 @@ def grader_names(cfg: Config) -> list[str]:
     names = ["reward" if cfg.reward else "rule"]
     if cfg.reward and any(Path(name).suffix not in FILES for name in cfg.benchmarks):
         names = ["reward (files), rule (others)"]
-    return [*names, "rule, then verifier"] if cfg.verifier else names
+    return [*names, f"rule, then {cfg.verifier}"] if cfg.verifier else names
 
 
 def run(cfg: Config) -> None:
@@ -639,9 +639,11 @@ def run(cfg: Config) -> None:
     if rank() == 0:
         text = results_table(cfg.model, suite, scores, grader_names(cfg))
         text += "\n" + details_table(suite, scores)
-        write_whole(folder / "table.md", text)
-        document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2)
-        write_whole(folder / "scores.json", document + "\n")
+        document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2) + "\n"
+        # The next command replaces table.md. Each verifier's own table stays.
+        for name in {"", cfg.verifier and f"-{file_name(cfg.verifier)}"}:
+            write_whole(folder / f"table{name}.md", text)
+            write_whole(folder / f"scores{name}.json", document)
         print(f"\n{text}")
 
 

@@ -525,7 +525,12 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
         assert len(tail) == journal.TAIL + 1 and "x< |end|><think>\\boxed{" in tail
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| M | training | rule | 20.00 | 20.00 |" in text
-    assert "| M | training | rule, then verifier | 40.00 | 40.00 |" in text
+    assert "| M | training | rule, then org/J | 40.00 | 40.00 |" in text
+    scores = (tmp_path / "out" / "scores.json").read_text()
+    run(tmp_path / "out", *flags, "--verifier", "org/K")  # another verifier's table and scores
+    assert "| M | training | rule, then org/K |" in (tmp_path / "out" / "table.md").read_text()
+    assert (tmp_path / "out" / "scores-org-J.json").read_text() == scores
+    assert (tmp_path / "out" / "table-org-J.md").read_text() == text
     assert text.splitlines()[-1].endswith(" 2 | 2 | 2 | 2 |")
     plain |= {"truncated_fraction": 0.25, "no_box_fraction": 0.5, "response_length": 12.3}
     table = evaluation.details_table({evaluation.BENCHMARKS[0]: []}, {"justrl": {"aime24": plain}})
