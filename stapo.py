@@ -158,7 +158,8 @@ class Config:
     eval_samples: int = flag(0, "responses to a problem (0: the benchmark's own)")
 
 
-# Flags that may name a new place when a run is resumed. The contents must be the same.
+# Flags that may name a new place when a run is resumed. The contents must be the same. FILE.py of
+# --reward may move, too, but its FUNCTION may not change: parse_flags compares that.
 MOVABLE = frozenset({"model", "data"})
 # Flags that may change when a run is resumed: its length, what it writes, how much memory it takes.
 # Other sizes of micro-batches and rollouts, and other threads, round differently. That can change a

@@ -64,7 +64,10 @@ def parse_flags(
     names = [each.name for each in fields(config)]
     stored = asdict(config(**{name: stored[name] for name in names if name in stored}))
     for name in sorted(given.keys() - changeable - {"resume"}):
-        if given[name] != stored[name]:
+        old, new = stored[name], given[name]
+        if name == "reward":  # FILE.py may have moved; RunFolder compares what is in it
+            old, new = old.rpartition(":")[2], new.rpartition(":")[2]
+        if new != old:
             began = f"{resume} began with --{name} {stored[name]}"
             raise InputError(f"--{name} {given[name]}: {began}, and --resume keeps it")
     return config(**stored | given | {"output": resume})

@@ -149,7 +149,7 @@ class RunFolder:
             began = first.setdefault(f"{name}_fingerprint", text)
             if text != began:
                 what = f"is not what {self.path} began with ({text}, not {began})"
-                hint = "start anew in another --output"
+                hint = "bring that back, or start anew in another --output"
                 raise InputError(f"--{name} {self.flags[name]}: {what}; {hint}")
         for name in (key.removesuffix("_fingerprint") for key in first):
             if name not in fingerprints and self.flags[name] != stored[name]:

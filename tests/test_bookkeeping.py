@@ -537,7 +537,12 @@ def test_a_run_goes_on_with_the_data_and_the_reward_that_it_began_with(own, caps
         assert f"{flag} {own}/{name}" in message and f"{own}/run began with" in message
         (own / name).write_text(text)
     assert (own / "run" / "config.json").read_bytes() == held
-    stapo.main(f"--resume {own}/run --steps 2".split())
+    (own / "moved").mkdir()
+    (own / "own.py").rename(own / "moved" / "own.py")
+    for reward in ("own.py:none", "own.py"):  # not the function of before
+        message = refused(capsys, f"--resume {own}/run --reward {own}/moved/{reward}")
+        assert f"{own}/run began with --reward {own}/own.py:length" in message
+    stapo.main(f"--resume {own}/run --steps 2 --reward {own}/moved/own.py:length".split())
     assert len(lines(own / "run")) == 2
 
 
