@@ -118,7 +118,8 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
         try:
             config = json.loads((path / "config.json").read_text("utf-8"))
             flags = {key: value for key, value in config.items() if key not in INCIDENTAL}
-            by_flags.setdefault(json.dumps({"method": config["method"]} | flags), []).append(path)
+            key = json.dumps({"method": config["method"]} | flags, sort_keys=True)
+            by_flags.setdefault(key, []).append(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no run directory of stapo.py: {error!r}") from error
     groups, all_flags = [], [json.loads(key) for key in by_flags]
