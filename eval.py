@@ -459,8 +459,10 @@ def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None)
     scores: Scores = {}
     for (name, decoding), group in itertools.groupby(samples.items(), lambda item: item[0][:2]):
         keys, rows = zip(*group)
+        sources = {row["problem"]: row["fingerprint"] for row in rows}
         summary = accuracy(rows) | {
-            "problems": len({row["problem"] for row in rows}),
+            "problems": len(sources),
+            "problems_fingerprint": fingerprint(sources),
             "samples": len({row["sample"] for row in rows}),
             "response_length": fmean(row["length"] for row in rows),
             "truncated_fraction": fmean(row["truncated"] for row in rows),

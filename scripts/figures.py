@@ -85,15 +85,18 @@ def read_lines(file: Path) -> list[dict]:
 def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     """Return metric -> {step: mean of the last `window` values} of a metrics.jsonl, without nulls.
 
-    The scores of evaluations are the metrics "eval/BENCHMARK, N problems", which are not smoothed.
-    Their step 0 is the model before training. Scores over other numbers of problems are no part of
-    the same curve or mean. Raises ValueError if there is no number yet.
+    The scores of evaluations are the metrics "eval/BENCHMARK, N problems #HASH", which are not
+    smoothed. Their step 0 is the model before training. Scores over other problems are no part of
+    the same curve or mean. An older version wrote no hash. Raises ValueError if there is no number
+    yet.
     """
     series: dict[str, dict[int, float]] = defaultdict(dict)
     for row in read_lines(log):
         scores = row.pop("eval", None) or {}
         for name, score in scores.items():
-            row[f"eval/{name}, {score['problems']} problems"] = score["mean"]
+            mark = score.get("problems_fingerprint", "")[:6]
+            key = f"eval/{name}, {score['problems']} problems"
+            row[key + (f" #{mark}" if mark else "")] = score["mean"]
         for key, value in row.items():
             if isinstance(value, int | float):
                 series[key][row["step"]] = value
@@ -257,7 +260,10 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
     groups = group_runs(paths, window)
     out.mkdir(parents=True, exist_ok=True)
     names = sorted({key for group in groups for run in group.series for key in run})
-    scores = {name: f"{name[5:]} (mean accuracy, %)" for name in names if name.startswith("eval/")}
+    names = [name for name in names if name.startswith("eval/")]
+    brief = [name.split(" #")[0] for name in names]  # enough for a panel if it has no twin
+    shown = [name if brief.count(short) > 1 else short for name, short in zip(names, brief)]
+    scores = {name: f"{text[5:]}\n(mean accuracy, %)" for name, text in zip(names, shown)}
     figures = {"training": TRAINING, "quantiles": QUANTILES, "updates": UPDATES}
     figures["evaluation"] = scores
     for stem in figures:

@@ -140,6 +140,18 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch):
     assert (found["truncated_fraction"], found["no_box_fraction"]) == (0.25, 0.25)
 
 
+def test_scores_say_which_problems_they_are_over(tmp_path, monkeypatch):
+    """Whatever the number of samples; a right answer was repaired in the last file."""
+    Scripted(monkeypatch, lucky)
+    marks = []
+    for samples, gold in ((1, "7"), (2, "7"), (1, "8")):
+        flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3, gold)]
+        flags += ["--decoding", "training", "--samples", samples]
+        found = run(tmp_path / f"{samples} {gold}", *flags)["training"]["few"]
+        marks.append(found["problems_fingerprint"])
+    assert marks[0] == marks[1] != marks[2]
+
+
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
     for n in range(1, 8):
         for right in range(n + 1):

@@ -77,10 +77,12 @@ def test_methods_that_the_legend_does_not_know_are_told_apart(tmp_path):
     assert len({group.line["linestyle"] for group in groups[1:]}) == 3
 
 
-def test_smoothing_spares_evaluations_and_other_numbers_of_problems_are_other_curves(tmp_path):
+def test_smoothing_spares_evaluations_and_other_problems_are_other_curves(tmp_path):
     rows = [metrics(s, s / 10, silenced_fraction=1e-5 * (s % 2)) for s in range(1, 7)]
-    for step, mean, problems in ((2, 10.0, 30), (4, 90.0, 8), (6, 30.0, 30)):
-        rows[step - 1]["eval"] = {"aime24": {"mean": mean, "problems": problems}}
+    evals = ((2, 10.0, 30, "1"), (4, 90.0, 8, "2"), (5, 50.0, 30, "3"), (6, 30.0, 30, "1"))
+    for step, mean, problems, mark in evals:
+        score = {"mean": mean, "problems": problems, "problems_fingerprint": 16 * mark}
+        rows[step - 1]["eval"] = {"aime24": score}
     run = write_run(tmp_path / "run", rows)
     figures.main([str(run), "--smooth", "3"])
     table = read_csv(run / "figures" / "training.csv")
@@ -88,8 +90,9 @@ def test_smoothing_spares_evaluations_and_other_numbers_of_problems_are_other_cu
     assert means == pytest.approx([0.1, 0.15, 0.2, 0.3, 0.4, 0.5])
     scores = read_csv(run / "figures" / "evaluation.csv")
     found = [(row["metric"], int(row["step"]), float(row["mean"])) for row in scores]
-    curve = "eval/aime24, 30 problems"
-    assert found == [(curve, 2, 10.0), (curve, 6, 30.0), ("eval/aime24, 8 problems", 4, 90.0)]
+    curve, other = (f"eval/aime24, 30 problems #{mark * 6}" for mark in "13")
+    expected = [(curve, 2, 10.0), (curve, 6, 30.0), (other, 5, 50.0)]
+    assert found == [*expected, ("eval/aime24, 8 problems #222222", 4, 90.0)]
     for name in ("training", "quantiles", "updates", "evaluation"):
         check_png(run / "figures" / f"{name}.png", "#D55E00")
 
