@@ -110,6 +110,11 @@ def check_model(trainer: GRPOTrainer) -> None:
     trained = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     if trained != {torch.float32}:
         raise ValueError(f"dtype: trained weights must be float32, and some are {trained}")
+    if hasattr(trainer.train_dataset, "__len__"):  # a streamed data set has none
+        # TRL drops an incomplete rollout. Without a whole one it would train nothing.
+        count, args = len(trainer.train_dataset), trainer.args
+        if count < (needed := args.generation_batch_size // args.num_generations):
+            raise ValueError(f"train_dataset: {count} prompts, but a rollout takes {needed}")
 
 
 def end_of_turn(tokenizer) -> list[int]:

@@ -319,6 +319,8 @@ def test_other_refusals(tmp_path):
         ("q=1.5", {"settings": {"q": 1.5}}),
         ("tau_p=-1", {"settings": {"tau_p": -1}}),
         ("dtype: .*bfloat16", {"model": load_model(str(TINY), torch.bfloat16)}),
+        # TRL would train nothing and save the untrained model.
+        ("train_dataset: 64 prompts, .* 128", {"per_device_train_batch_size": 64}),
     ]
     for words, options in refused:
         with pytest.raises(ValueError, match=f"^{words}"):
@@ -508,7 +510,7 @@ def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
     given |= {"use_cpu": True, "report_to": [], "max_completion_length": 16, "num_iterations": 2}
     given |= {"output_dir": str(tmp_path), "save_strategy": "no", "learning_rate": 1e-3}
     monkeypatch.setattr(trl, "GRPOConfig", lambda folder, **page: real(**page | given))
-    names = {"model": str(TINY), "dataset": problems(16), "reward": reward}
+    names = {"model": str(TINY), "dataset": problems(64), "reward": reward}
     exec(example("trl"), names)
     args = names["trainer"].args
     assert names["trainer"].tau_p == 0.002 and args.bf16 and args.steps_per_generation == 64
