@@ -261,13 +261,15 @@ def clipped_loss(
         rho_it = pi_theta(y_it) / pi_old(y_it)
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token. old_logp (B, T) float32:
-    ln pi_old of the same tokens. advantages (B,) float32. keep (B, T) bool is the paper's I. If I
-    is 1 on every response token, this is the objective of DAPO and JustRL (Sec. 2.3).
+    ln pi_old of the same tokens; it never receives a gradient. advantages (B,) float32. keep (B, T)
+    bool is the paper's I. If I is 1 on every response token, this is the objective of DAPO and
+    JustRL (Sec. 2.3).
     num_kept is sum I; None takes the kept tokens of this call. A micro-batch needs the number of
     its whole mini-batch. FSDP averages gradients over ranks: pass the number of kept tokens on all
     ranks, divided by the world size.
     """
-    log_rho = (logp - old_logp).masked_fill(~keep, 0.0)  # (B, T), masked first: exp can overflow
+    log_rho = logp - old_logp.detach()  # (B, T)
+    log_rho = log_rho.masked_fill(~keep, 0.0)  # masked first: exp can overflow
     rho = log_rho.exp()  # (B, T)
     A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
     J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term
@@ -371,7 +373,7 @@ def grpo_loss(
     term. num_responses is N. The other arguments are those of stapo_loss. Returns the loss -J, a
     0-dim tensor.
     """
-    rho = (logp - old_logp).masked_fill(~mask, 0.0).exp()  # (B, T)
+    rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0).exp()  # (B, T)
     A = advantages[:, None]  # (B, 1)
     J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)
     if ref_logp is not None:

@@ -60,3 +60,16 @@ def test_the_denominator_is_taken_as_given(num_kept):
     given, _ = stapo_loss(*tensors, num_kept=num_kept)
     kept = int(metrics["tokens"] - metrics["silenced"])
     assert float(given) == pytest.approx(float(own) * kept / float(num_kept), rel=1e-5)
+
+
+def test_old_logp_gets_no_gradient():
+    """Before the first update logp is ln pi_old: given twice, it still has its gradient."""
+    logp, _, advantages, entropy, mask = drawn()
+    logp.requires_grad_()
+    options = {"eps": 0.2, "beta": 0.1, "num_responses": 6}
+    for loss in (
+        lambda old_logp: stapo_loss(logp, old_logp, advantages, entropy, mask)[0],
+        lambda old_logp: grpo_loss(logp, old_logp, None, advantages, mask, **options),
+    ):
+        once, twice = (torch.autograd.grad(loss(x), logp)[0] for x in (logp.detach(), logp))
+        assert torch.equal(once, twice) and once.abs().sum() > 0
