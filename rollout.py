@@ -396,10 +396,10 @@ def sampling_gap(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (gap, z): how far the tokens are from what the policy of logp and entropy would draw.
 
-    logp (ln p), entropy (nats) and mask (bool) have one shape, any. If y is drawn from pi, the
-    expectation of -ln pi(y) is H, given all tokens before y. So d = -logp - H has the mean 0. gap
-    is the mean of d over the tokens in mask. z = sum(d) / sqrt(sum(d^2)) is about standard normal.
-    Top-k, top-p, a temperature or stale weights make |z| large. Both are 0-dim tensors.
+    logp (ln p), entropy (nats) and mask (bool, or 0 and 1) have one shape, any. If y is drawn from
+    pi, the expectation of -ln pi(y) is H, given all tokens before y. So d = -logp - H has the mean
+    0. gap is the mean of d over the tokens in mask. z = sum(d) / sqrt(sum(d^2)) is about standard
+    normal. Top-k, top-p, a temperature or stale weights make |z| large. Both are 0-dim tensors.
     """
-    d = (-logp.double() - entropy.double())[mask]
+    d = (-logp.double() - entropy.double())[mask.bool()]
     return d.mean(), d.sum() / d.square().sum().sqrt()
