@@ -207,6 +207,16 @@ def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
     return torch.lerp(ordered[low], ordered[high], (position - low).to(values.dtype))
 
 
+def check_shapes(advantages: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raise a ValueError unless mask is (B, T) bool and advantages (B,): others would broadcast.
+
+    If each token has its own advantage, or tokens are packed, make each token a row: T is 1.
+    """
+    if mask.dtype != torch.bool or mask.dim() != 2 or advantages.shape != mask.shape[:1]:
+        text = f"mask must be (B, T) bool: it is {tuple(mask.shape)} {mask.dtype}. "
+        raise ValueError(f"{text}advantages must be (B,): they are {tuple(advantages.shape)}")
+
+
 @torch.no_grad()
 def spurious_candidates(
     logp: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, tau_p: float = 0.002
@@ -215,6 +225,7 @@ def spurious_candidates(
 
     Returns (B, T) bool. The arguments are those of spurious_mask.
     """
+    check_shapes(advantages, mask)
     return mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
 
 
@@ -268,6 +279,7 @@ def clipped_loss(
     its whole mini-batch. FSDP averages gradients over ranks: pass the number of kept tokens on all
     ranks, divided by the world size.
     """
+    check_shapes(advantages, keep)
     log_rho = logp - old_logp.detach()  # (B, T)
     log_rho = log_rho.masked_fill(~keep, 0.0)  # masked first: exp can overflow
     rho = log_rho.exp()  # (B, T)
@@ -373,6 +385,7 @@ def grpo_loss(
     term. num_responses is N. The other arguments are those of stapo_loss. Returns the loss -J, a
     0-dim tensor.
     """
+    check_shapes(advantages, mask)
     rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0).exp()  # (B, T)
     A = advantages[:, None]  # (B, 1)
     J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from reference import drawn
 
-from stapo import grpo_loss, quantile, stapo_loss
+from stapo import clipped_loss, grpo_loss, quantile, stapo_loss
 
 INF = float("inf")
 
@@ -73,3 +73,19 @@ def test_old_logp_gets_no_gradient():
     ):
         once, twice = (torch.autograd.grad(loss(x), logp)[0] for x in (logp.detach(), logp))
         assert torch.equal(once, twice) and once.abs().sum() > 0
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    """An advantage for each token, packed tokens, and a mask of 0 and 1."""
+    logp, old_logp, advantages, entropy, mask = drawn()
+    each = advantages[:, None].expand_as(mask)
+    wrongs = [(x, mask) for x in (each, advantages[:, None], advantages[:1])]
+    for A, I in [*wrongs, (each[mask], mask[mask]), (advantages, mask.long())]:  # noqa: E741
+        with pytest.raises(ValueError, match=r"mask must be .* advantages must be"):
+            clipped_loss(logp, old_logp, A, I)
+        with pytest.raises(ValueError, match=r"mask must be .* advantages must be"):
+            stapo_loss(logp, old_logp, A, entropy, I, tau_h=0.5)
+    # Packed tokens are rows of one token.
+    rows = [x[mask][:, None] for x in (logp, old_logp, entropy, mask)]
+    loss, _ = stapo_loss(*rows[:2], each[mask], *rows[2:])
+    torch.testing.assert_close(loss, stapo_loss(logp, old_logp, advantages, entropy, mask)[0])
