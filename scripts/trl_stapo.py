@@ -109,7 +109,8 @@ def check_model(trainer: GRPOTrainer) -> None:
         raise ValueError("attention_dropout: set it to 0 in the model's config")
     trained = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     if trained != {torch.float32}:
-        raise ValueError(f"dtype: trained weights must be float32, and some are {trained}")
+        why = "TRL makes them bfloat16 if the model is loaded in 4 or 8 bits"
+        raise ValueError(f"dtype: trained weights must be float32, and some are {trained}; {why}")
     if hasattr(trainer.train_dataset, "__len__"):  # a streamed data set has none
         # TRL drops an incomplete rollout. Without a whole one it would train nothing.
         count, args = len(trainer.train_dataset), trainer.args

@@ -318,7 +318,7 @@ def test_other_refusals(tmp_path):
         ("environment_factory", {"settings": {"environment_factory": print}}),
         ("q=1.5", {"settings": {"q": 1.5}}),
         ("tau_p=-1", {"settings": {"tau_p": -1}}),
-        ("dtype: .*bfloat16", {"model": load_model(str(TINY), torch.bfloat16)}),
+        ("dtype: .*bfloat16.*4 or 8 bits", {"model": load_model(str(TINY), torch.bfloat16)}),
         # TRL would train nothing and save the untrained model.
         ("train_dataset: 64 prompts, .* 128", {"per_device_train_batch_size": 64}),
     ]
