@@ -176,6 +176,9 @@ def test_the_model_and_the_data_may_move(finished, tmp_path, capsys):
     again = f"--steps 2 --data {TINY}/test.jsonl --resume {tmp_path}"
     assert "no such file" in refused(capsys, f"--steps 2 --resume {tmp_path}/run")
     assert "leave the flag out" in refused(capsys, f"{again}/run --model {TINY}")
+    text = (TINY / "test.jsonl").read_text().replace('"answer": "', '"answer": "1', 1)
+    (tmp_path / "other.jsonl").write_text(text)
+    assert "not what" in refused(capsys, f"{again}/run --data {tmp_path}/other.jsonl")
     stapo.main(f"{again}/run".split())
     assert lines(tmp_path / "run") == lines(finished)
     assert weights(tmp_path / "run") == weights(finished)
