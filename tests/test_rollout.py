@@ -291,6 +291,14 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
     assert again[0] == again[1] != again[2]
 
 
+def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES["mistral, windows"]).eval()
+    options = {"max_new_tokens": 9, "batch_size": 2}
+    ids = [r.ids for r in in_order(sample(model, tokenizer, [[20]] * 4, **options))]
+    assert ids[:2] != ids[2:]
+
+
 def test_a_leaking_processor_is_refused(random_model, tokenizer, monkeypatch):
     real = rollout.GenerationConfig
     monkeypatch.setattr(rollout, "GenerationConfig", lambda **k: real(**{**k, "top_k": 50}))
