@@ -14,6 +14,7 @@ import transformers
 from datasets import Dataset
 from helpers import BENCHMARKS, FAMILIES, SHAPE, STOPS, TINY, random_prompts, write_rows
 from reference import logit_stats, plain_head
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
@@ -501,6 +502,11 @@ def test_prompts_with_and_without_a_chat_template():
     tokenizer.chat_template = CHAT
     text = tokenizer.decode(encode_prompt(tokenizer, "1+2", "So"))
     assert "1+2\nSo<|im_end|>" in text and text.count("<|im_start|>") == 2
+    first = [("<|endoftext|>", tokenizer.eos_token_id)]  # as Llama's tokenizer puts one
+    begins = TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
+    tokenizer.backend_tokenizer.post_processor = begins
+    assert tokenizer("1+2").input_ids[0] == tokenizer.eos_token_id
+    assert tokenizer.decode(encode_prompt(tokenizer, "1+2", "So")) == text  # the template has all
 
 
 def test_the_chat_template_may_be_another_or_none(tmp_path):
