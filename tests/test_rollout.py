@@ -492,6 +492,8 @@ def test_stop_ids_are_the_union(random_model):
     assert len(stop_ids(model, tokenizer)) == 2
     tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}"  # leaves the answer out
     assert stop_ids(model, tokenizer) == [tokenizer.eos_token_id]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # a text's end
+    assert stop_ids(model, tokenizer) == [tokenizer.eos_token_id]
 
 
 def test_prompts_with_and_without_a_chat_template():
