@@ -361,11 +361,12 @@ def test_rows_take_four_fifths_of_the_free_memory(family, width, monkeypatch):
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    row = 2 * 2 * 2 * width * 4 * 8  # keys and values, layers, heads, width, bytes, tokens
-    row += 24 * 104  # words
-    for free, batch_size, fit in ((12.5 * row + 1, 50, 10), (12.5 * row + 1, 9, 9), (99, 50, 1)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 0))
-        assert decoding.rows_that_fit(model, 1, batch_size, top_p=1.0) == fit
+    keys = 2 * 2 * 2 * width * 4 * 8  # keys and values, layers, heads, width, bytes, tokens
+    for top_p, word in ((1.0, 24), (0.9, 52)):
+        enough = 12.5 * (keys + word * 104) + 1
+        for free, batch_size, fit in ((enough, 50, 10), (enough, 9, 9), (99, 50, 1)):
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 0))
+            assert decoding.rows_that_fit(model, 1, batch_size, top_p) == fit
 
 
 def test_a_freed_slot_takes_the_next_prompt(random_model, monkeypatch):
