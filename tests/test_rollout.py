@@ -131,6 +131,9 @@ def test_router_noise_is_off(tmp_path):
     """As dropout is, whose promise is seen in a run."""
     transformers.MixtralConfig(**SHAPE, router_jitter_noise=0.1).save_pretrained(tmp_path)
     assert models.load_config(str(tmp_path)).router_jitter_noise == 0
+    text = {"attention_dropout": 0.1}  # of a model that reads images, too
+    transformers.Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    assert models.load_config(str(tmp_path)).text_config.attention_dropout == 0
 
 
 def llama(positions: int, kind: str, **rope) -> transformers.LlamaConfig:
