@@ -411,10 +411,11 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
     (copied / "notes.txt").write_text("copied")
     run(tmp_path / "out", *flags, "--model", copied)
     assert len(fake.asked) == 2 * 3
-    (copied / "config.json").write_text("{}")  # other weights in another model, too
-    with pytest.raises(SystemExit, match="out: holds samples of other weights than --model"):
-        run(tmp_path / "out", *flags, "--model", copied)
-    (copied / "config.json").unlink()
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):  # another model, too
+        (copied / name).write_text("{}")
+        with pytest.raises(SystemExit, match="out: holds samples of other weights than --model"):
+            run(tmp_path / "out", *flags, "--model", copied)
+        (copied / name).unlink()
     asked = []
     for _ in range(2):
         for _ in range(2):
