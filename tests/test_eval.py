@@ -442,6 +442,8 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
         for name in ("training", "justrl")
     )
     assert training != justrl, "each decoding has seeds of its own"
+    others = [row["response"] for row in read_rows(tmp_path / "two" / "samples.jsonl")]
+    assert others[:12] != others[40:52], "each benchmark has seeds of its own"
     assert training[::4] != training[1::4], "each sample of a problem has a seed of its own"
 
 
