@@ -173,6 +173,7 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
     text = "[" + ",".join((tmp_path / "minerva.jsonl").read_text().splitlines()) + "]"
     (tmp_path / "minerva.jsonl").unlink()
     (tmp_path / "minerva.json").write_text(text)
+    (tmp_path / "minerva.parquet").touch()  # not read: --help has it behind .json
     rows = {"problem": ["problem 0", "problem 1"], "answer": ["7", "7"]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "amc23.parquet")
     scores = run(tmp_path / "out", "--data_dir", tmp_path)
