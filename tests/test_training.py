@@ -466,6 +466,8 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, reward):
     (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
     source = "def of_problem(response, row):\n    return len(row['problem'] + response) % 2\n"
     (tmp_path / "own.py").write_text(source)
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =\n")
+    reward += f" --chat_template {tmp_path}/own.jinja" if reward else ""
     flags = f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl {reward}"
     found = run(tmp_path / "run", flags)
     assert [line["step"] for line in found if "eval" in line] == [0, 2]
