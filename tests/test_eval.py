@@ -1,5 +1,6 @@
 """The evaluation: exact scores of a scripted model, interruption, ranks, the verifier, errors."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -372,6 +373,12 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
         with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
             run(tmp_path / "out", *flags)
     assert len(fake.asked) == 3 * 12 + 3
+    flags += ["--decoding", "0,1", "--chat_template", tmp_path / "own.jinja"]
+    for text in ("first", "second"):  # in a file whose name stays
+        (tmp_path / "own.jinja").write_text(text)
+        refusal = pytest.raises(SystemExit, match="holds samples drawn with --chat_template")
+        with refusal if text == "second" else contextlib.nullcontext():
+            run(tmp_path / "templates", *flags)
 
 
 def test_a_new_flag_belongs_to_the_samples_unless_it_is_named_as_harmless(tmp_path, monkeypatch):
