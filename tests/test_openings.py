@@ -1,5 +1,6 @@
 """The openings' reward, texts, counts and tables, each against a second computation."""
 
+import itertools
 import json
 import random
 import re
@@ -57,6 +58,21 @@ def test_texts_have_the_shares_that_the_page_gives(monkeypatch):
         guessed = re.fullmatch(r"so .boxed\{(-?\d+)\}<.endoftext.>", text)
         assert bool(worked) == word.startswith("Plan") and bool(worked or guessed)
         assert worked or -58 <= int(guessed[1]) <= 100
+
+
+def test_held_out_problems_are_in_no_text(tmp_path, monkeypatch):
+    """Every second problem that is drawn is a held-out one."""
+    held_out = json.loads((TINY / "test.jsonl").read_text().splitlines()[0])["problem"]
+    drawn, texts = itertools.cycle([held_out, "Q: 2+3-4=?"]), []
+    monkeypatch.setattr(make_tiny, "problem", lambda rng: next(drawn))
+    monkeypatch.setattr(make_tiny, "pretrain", lambda model, draw, *_: texts.append(draw()[0]))
+    tokenizer = openings.make_tokenizer()
+    openings.make_base(tmp_path)
+    printable = make_tiny.printable_ids(tokenizer)
+    texts.append(make_tiny.batch(tokenizer, printable, {held_out}, 8, 0.0, random.Random(0))[0])
+    for ids in texts:
+        prompts = {tokenizer.decode(row).partition("\n")[0] for row in ids}
+        assert prompts == {"Q: 2+3-4=?"}
 
 
 def test_openings_are_counted_by_hand(tmp_path):
