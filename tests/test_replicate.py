@@ -253,7 +253,8 @@ def test_controls_reach_the_training_loop(tmp_path, monkeypatch):
         controls.main(argv)
         losses[method] = read_rows(output / "metrics.jsonl")[0]["loss"]
     assert losses["weight-2"] != losses["justrl-sgd"]
-    assert isinstance(torch.optim.AdamW([torch.zeros(1)], lr=0.1), torch.optim.SGD)
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
+    assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0.9
 
 
 @pytest.mark.parametrize(
