@@ -428,6 +428,8 @@ def test_three_updates_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
     with pytest.raises(SystemExit, match="step 5: three updates"):
         run(tmp_path / "run", "--steps 6 --mini_batch_size 4")
+    written = [row["grad_norm"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert written == [None, 1.0, None, None]  # JSON has no NaN
 
 
 def test_prompts_as_long_as_the_limit_are_kept(tokenizer):
