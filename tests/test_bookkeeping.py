@@ -165,6 +165,13 @@ def test_a_folder_of_somebody_else_is_refused_and_left(finished, tmp_path, capsy
     run(notes, "--steps 1")  # what a run leaves that ended before its first step
 
 
+def test_every_weight_of_a_large_matrix_counts():
+    model = torch.nn.Linear(2**12, 2**12 + 1, bias=False)  # more than is summed at a time
+    before = support.checkpoints.weights_fingerprint(model)
+    model.weight.data[-1, -1] += 1
+    assert support.checkpoints.weights_fingerprint(model) != before
+
+
 def test_the_model_and_the_data_may_move(finished, tmp_path, capsys):
     """The checkpoint has tokenizer and config; contents are compared, wherever they are."""
     for method, name in (("full-mask", "run"), ("grpo", "kl")):
