@@ -682,7 +682,7 @@ def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, monkey
     assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
 
 
-@pytest.mark.parametrize("reward, verdict", [(1.0, "right"), (-1.0, "wrong")])
+@pytest.mark.parametrize("reward, verdict", [(0.1, "right"), (0.0, "wrong"), (-1.0, "wrong")])
 def test_a_response_is_shown_with_its_verdict(reward, verdict):
     """Also where all of a group are right, so that A = 0; a long one by its two ends."""
     sample = {"problem": "1+1", "gold": "2", "response": "a" * 400 + "b" * 400}
