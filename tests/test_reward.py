@@ -313,6 +313,7 @@ def test_rounded_gold_answers():
     wrong = {"41.8": ["41.9", "41.7", "41.8 + 0.01i", r"41.83 \text{ at least}"]}
     wrong |= {"4.5e33": ["4.6e33", "4.5e32"], "326.5": ["327"], "1.5": ["1.50001"]}
     wrong |= {"1000": ["1001"], r"\frac13": ["0.3334"], "37": [r"36.7 \approx 37"]}
+    wrong["3e8"] = ["3.1e8"]
     wrong["1.6"] = [r"\sqrt{2.5}", r"\sqrt{2.5} \approx 1.5", r"1.66 \approx 1.6", r"7 \approx 1.6"]
     wrong["1.6"] += [r"2, \sqrt{2.5} \approx 1.6", r"x > \sqrt{2.5} \approx 1.6"]
     for table, expected in ((right, True), (wrong, False)):
