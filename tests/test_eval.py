@@ -296,9 +296,12 @@ def test_files_of_ranks_are_found_that_a_listing_has_not_yet(tmp_path, monkeypat
     for number in (0, 1, 2):
         file = evaluation.Journal.file_of(SimpleNamespace(path=tmp_path / "samples.jsonl"), number)
         file.write_text(json.dumps(row | {"sample": number}) + "\n")
+    with (tmp_path / "samples.jsonl").open("a") as merged:  # an older grade of rank 1's row
+        merged.write(json.dumps(row | {"sample": 1, "correct": False}) + "\n")
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
     monkeypatch.setattr(journal, "world_size", lambda: 4)
-    assert len(evaluation.Journal(tmp_path / "samples.jsonl").rows) == 3
+    rows = evaluation.Journal(tmp_path / "samples.jsonl").rows.values()
+    assert [row["correct"] for row in rows] == [True] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
