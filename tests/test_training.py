@@ -251,14 +251,23 @@ def test_a_mask_that_keeps_nothing_is_a_step_of_zero_gradients(model, policy):
 
 
 def test_not_finite_is_skipped(model, policy):
-    """NaN in a ratio, or in an entropy alone, which would make every quantile NaN."""
-    for spoil in ("old", "current"):
+    """NaN in a ratio, or in an entropy alone, which would make every quantile NaN.
+
+    GRPO's loss is infinite, and its gradient is not, if the starting model rules a token out.
+    """
+    for spoil, value, method in (
+        ("old", math.nan, "stapo"),
+        ("current", math.nan, "stapo"),
+        ("reference", -math.inf, "grpo"),
+    ):
         batch, current = make_mini_batch(model)
-        spoiled = batch.old.logp if spoil == "old" else current.entropy
-        spoiled[0, int(batch.mask[0].nonzero()[0])] = math.nan
-        optimizer, (choice, counts) = Frozen(model), choose(batch, current)
-        assert not update(policy, optimizer, batch, choice.keep, counts, Config())["finite"]
-        assert optimizer.steps == 0
+        places = {"old": batch.old.logp, "current": current.entropy, "reference": batch.ref_logp}
+        places[spoil][0, int(batch.mask[0].nonzero()[0])] = value
+        optimizer, cfg = Frozen(model), Config(method=method)
+        choice, counts = choose(batch, current, method=method)
+        totals = update(policy, optimizer, batch, choice.keep, counts, cfg)
+        assert not totals["finite"] and optimizer.steps == 0
+        assert math.isfinite(totals["grad_norm"]) == (spoil != "old")
 
 
 def test_statistics_pass_reads_the_current_policy_of_what_it_needs(model, policy):
