@@ -1,6 +1,7 @@
 """Problems and their right answers, from the Hub or a file, in the layouts of usual data sets."""
 
 import contextlib
+import glob
 import json
 import re
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ def load_rows(source: str, split: str) -> Any:
         # The cache of `datasets` knows a file by its path and its time of change. A changed file
         # may keep both, so the cache also gets its size and the time that a user cannot set.
         version = f"{file.stat().st_size}-{file.stat().st_ctime_ns}"
-        return datasets.load_dataset(builder, version, data_files=source, split="train")
+        files = glob.escape(source)  # `datasets` takes a name with [, * or ? for a pattern
+        return datasets.load_dataset(builder, version, data_files=files, split="train")
     except Exception as error:  # datasets raises a dozen unrelated kinds
         reason = " ".join(str(error).splitlines()[:2])  # line 2 lists the configs of a Hub set
         raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error

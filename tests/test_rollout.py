@@ -644,6 +644,13 @@ def test_a_file_is_read_as_it_is_now(tmp_path):
         assert load_problems(str(file))[0]["answer"] == answer
 
 
+def test_the_name_of_a_file_is_no_pattern(tmp_path):
+    """As a pattern, the later names would be that of the first file."""
+    for name in ("rows1.jsonl", "rows[1].jsonl", "rows?.jsonl"):
+        file = write_rows(tmp_path / name, {"problem": name, "answer": "2"})
+        assert load_problems(file)[0]["problem"] == name
+
+
 def test_what_cannot_be_read_is_described(tmp_path):
     """All columns of a file; the configurations of a data set, and its splits."""
     file = write_rows(tmp_path / "rows.jsonl", {"input": "1+1", "answer": "2", "level": 3})
