@@ -1,6 +1,7 @@
 """Output that cannot be written is dropped, so a reader that goes away does not end a run."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -8,10 +9,15 @@ from typing import Any, TextIO
 
 
 class Output:
-    """A text stream that drops what it cannot write, to a closed pipe or a lost terminal."""
+    """A text stream that drops what it cannot write, to a closed pipe or a lost terminal.
+
+    A character that the stream's encoding does not have becomes its code, such as \\u03c0.
+    """
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream or open(os.devnull, "w")  # None: it was closed before Python began
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters
+            stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

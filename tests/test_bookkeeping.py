@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -404,6 +405,14 @@ def test_what_is_left_to_print_at_the_end_does_not_fail():
             bar = tqdm.tqdm(total=2, file=sys.stdout)
             bar.update()
         stream.flush()
+
+
+def test_what_the_terminal_cannot_show_is_escaped():
+    """A response can have any character, and an error would end the run."""
+    stream = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    with contextlib.redirect_stdout(stream), unread_output_is_dropped():
+        print("5 ± 1: π")
+    assert stream.buffer.getvalue() == b"5 \xb1 1: \\u03c0\n"
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
