@@ -52,6 +52,9 @@ PRINTED = (
     "sampling_gap sampling_z"
 ).split()  # metrics of each batch
 
+# The files of the figures, in the order in which they are written.
+WRITTEN = "quadrants.md", "gradients.png", "tokens.json", "tokens.png", "responses.html"
+
 Tokens = dict[str, Tensor]  # all tokens of responses with A > 0, response after response: (N,) each
 
 
@@ -292,9 +295,13 @@ def draw(t: Tokens, samples: list[dict], all_tokens: int, task: stapo.Task, cfg:
 
 def run(cfg: Config) -> None:
     """Sample, print and draw. Raises InputError, and Stopped if a stop was asked for."""
-    task = stapo.load_task(cfg)
-    with writing(Path(cfg.output)):  # before hours of sampling
-        Path(cfg.output).mkdir(parents=True, exist_ok=True)
+    out, task = Path(cfg.output), stapo.load_task(cfg)
+    with writing(out):  # before hours of sampling
+        out.mkdir(parents=True, exist_ok=True)
+    held = [name for name in WRITTEN if (out / name).exists()]
+    if held and WRITTEN[0] not in held:
+        what = "was not written by this script; name another --output"
+        raise InputError(f"{out / held[0]}: {what}")
     model, _ = evaluation.load(cfg.model)  # in bfloat16 on a GPU
     check_head(model)
     stop.listen()

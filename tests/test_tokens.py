@@ -336,6 +336,13 @@ def test_without_a_right_answer_there_is_nothing_to_draw(tmp_path, capsys, monke
     assert "silences 0 of " in said and not list(out.iterdir()) and threads == [3]
 
 
+def test_a_file_of_anybody_else_stays_as_it_is(tmp_path, undrawn, collected):
+    (tmp_path / "tokens.json").write_text("mine")
+    with pytest.raises(SystemExit, match="tokens.json: was not written by this script"):
+        look(tmp_path, "--batches 1")
+    assert (tmp_path / "tokens.json").read_text() == "mine" and not collected
+
+
 @pytest.mark.parametrize("place, ending", [("rollout", 130), ("gradients", 130), ("figures", "")])
 def test_an_interruption_is_one_line(tmp_path, undrawn, monkeypatch, place, ending):
     """A stop while it samples or reads gradients draws nothing. A full disk is the user's error."""
