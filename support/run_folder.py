@@ -25,7 +25,7 @@ from support.checkpoints import (
 )
 from support.distributed import all_max, broadcast, raised_on_all, rank
 from support.errors import InputError
-from support.files import append_rows, read_lines, write_whole, writing
+from support.files import append_rows, read_lines, sync, write_whole, writing
 from support.flags import read_flags
 from support.progress import log
 
@@ -165,10 +165,14 @@ class RunFolder:
                 file.unlink()
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add lines to a .jsonl file. A full disk is an error on every rank."""
-        with raised_on_all():
+        """Add lines to a .jsonl file, on the disk. A full disk is an error on every rank.
+
+        After a power cut a checkpoint must not be without the metrics of its steps.
+        """
+        with raised_on_all(), writing(self.path / name):
             if rank() == 0:
                 append_rows(self.path / name, rows)
+                sync(self.path / name)
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""

@@ -265,12 +265,12 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_on_the_disk_before_older_ones_go(tmp_path, monkeypatch):
-    """The copy that the user made of one stays; one that cannot be deleted ends nothing."""
+    """So are its metrics. A user's copy of one stays; one that cannot be deleted ends nothing."""
     synced, renamed, real, delete = set(), [], Path.rename, shutil.rmtree
 
     def rename(path, target):
         if path.suffix == ".partial":
-            renamed.append({file for file in path.rglob("*")} <= synced)
+            renamed.append({tmp_path / "run" / "metrics.jsonl", *path.rglob("*")} <= synced)
         return real(path, target)
 
     def rmtree(path, **options):
@@ -279,6 +279,7 @@ def test_a_checkpoint_is_on_the_disk_before_older_ones_go(tmp_path, monkeypatch)
         delete(path, **options)
 
     monkeypatch.setattr(support.checkpoints, "sync", synced.add)
+    monkeypatch.setattr(run_folder, "sync", synced.add)
     monkeypatch.setattr(Path, "rename", rename)
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     flags = "--save_every 1 --keep_last 1"
