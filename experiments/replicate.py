@@ -34,6 +34,8 @@ from controls import METHODS as CONTROLS
 from matplotlib.axes import Axes
 from tqdm import tqdm
 
+from reward import is_correct  # importing controls has put this project's folder into sys.path
+
 matplotlib.use("Agg")  # files only, no display
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -294,15 +296,16 @@ def measure_texts(line: dict, responses: Path) -> dict[str, float]:
 
     rare: the share of p < 0.002 among the tokens of the responses with reward +1. The others are
     about the responses to the held-out sums; answers: how many different final answers they give,
-    none counted as one.
+    none counted as one; right: the share of right answers, whatever --reward pays.
     """
+    rows = [json.loads(row) for row in responses.open()]
     return {
         "rare, %": 100 * line["low_prob_fraction"],
         "tokens": line["eval"]["response_length"],
         "cut off, %": 100 * line["eval"]["truncated_fraction"],
         "no box, %": 100 * line["eval"]["no_box_fraction"],
-        "answers": len({json.loads(row)["answer"] for row in responses.open()}),
-        "right, %": line["eval"]["mean"],
+        "answers": len({row["answer"] for row in rows}),
+        "right, %": 100 * fmean(is_correct(row["response"], row["gold"]) for row in rows),
     }
 
 

@@ -99,25 +99,27 @@ def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
         (folder / "evaluations").mkdir()
         ends = {5: ["1", "2", None, "1"], 6: ["3", "3", "3", "3"]}[seed]  # 3 and 1 different ones
         for step, answers in ((0, ["1", "2", "3", "4"]), (130, ends)):
-            file = folder / "evaluations" / f"step_{step:06d}.jsonl"
-            write_rows(file, *({"answer": answer} for answer in answers))
+            rows = [{"answer": x, "response": f"\\boxed{{{x}}}", "gold": "1"} for x in answers]
+            write_rows(folder / "evaluations" / f"step_{step:06d}.jsonl", *rows)
     folder = tmp_path / "STAPO-run-JustRL,-300-steps-10"
     write(folder, [0.9] * 300, [0.9] * 40 + [0.6] * 89 + [0.3] + [0.1] * 170)
     (folder / "evaluations").mkdir()
     for step in (0, 300):
-        (folder / "evaluations" / f"step_{step:06d}.jsonl").write_text('{"answer": "1"}\n')
+        row = {"answer": "1", "response": "1", "gold": "1"}
+        write_rows(folder / "evaluations" / f"step_{step:06d}.jsonl", row)
     replicate.report("drift", tmp_path)
-    # entropy 0.2 and 0.4: 0.3 ± 0.1; tokens 30 + 10 and 30 + 20
+    # entropy 0.2 and 0.4: 0.3 ± 0.1; tokens 30 + 10 and 30 + 20; right 2 and 0 of 4, whatever the
+    # reward has paid: the scores of the reward are 10 % and 20 %
     cells = "0.30 ± 0.10 | 0.60 ± 0.20 | 0.90 ± 0.30 | 0.75 ± 0.25 | 5.00 ± 0.00 | 45.0 ± 5.0"
-    cells += " | 25.0 ± 0.0 | 50.0 ± 0.0 | 2 ± 1 | 15.0 ± 5.0"
+    cells += " | 25.0 ± 0.0 | 50.0 ± 0.0 | 2 ± 1 | 25.0 ± 25.0"
     printed = capsys.readouterr().out.splitlines()
     assert f"| JustRL | 2 | {cells} |" in printed
-    before = "5.00 ± 0.00 | 45.0 ± 5.0 | 25.0 ± 0.0 | 50.0 ± 0.0 | 4 ± 0 | 86.0 ± 0.0"
+    before = "5.00 ± 0.00 | 45.0 ± 5.0 | 25.0 ± 0.0 | 50.0 ± 0.0 | 4 ± 0 | 25.0 ± 0.0"
     assert f"| JustRL | 2 | {before} |" in printed
     # seed 10 among them: 0.9, 0.9, 0.6 and 0.3 beside 0.2 and 0.4, ..., 0.5 and 1.0
     pooled = "0.50 ± 0.21 | 0.70 ± 0.15 | 0.80 ± 0.20 | 0.60 ± 0.21"
     assert f"| JustRL | 3 | {pooled} |" in printed
-    assert "| JustRL | 2 | 0.50 1.00 | 0.80 1.60 | 40 50 | 50 50 | 10 20 |" in printed
+    assert "| JustRL | 2 | 0.50 1.00 | 0.80 1.60 | 40 50 | 50 50 | 50 0 |" in printed
     assert (tmp_path / "drift.png").stat().st_size > 10_000
 
 
