@@ -114,9 +114,12 @@ def read_row(row: dict) -> tuple[str, str | None]:
 
 
 def problem_text(value: Any) -> str:
-    """Text as it is; of a chat the user's last turn, or "" if others than an assistant speak."""
+    """Text as it is; of a chat the user's last turn, or "" if others than an assistant speak.
+
+    A number is the problem's number, so it gives "".
+    """
     if not isinstance(value, list):
-        return cell_text(value) or ""
+        return value.strip() if isinstance(value, str) else ""
     turns = [turn if isinstance(turn, dict) else {"content": turn} for turn in value]
     last_turns = {str(turn.get("role") or "user"): turn.get("content") for turn in turns}
     last = last_turns.get("user") if last_turns.keys() <= {"user", "assistant"} else None

@@ -574,6 +574,7 @@ def test_dapo_rows_are_unwrapped_and_distinct():
         ({"question": "1+1", "final_answer": ["2", "3"]}, "2, 3"),
         ({"prompt": [{"content": "1+1"}], "reward_model": {"ground_truth": "2"}}, "2"),
         ({"problem": "1+1", "answer": 0}, "0"),
+        ({"problem": 7, "question": "1+1", "answer": "2"}, "2"),  # the problem's number
         ({"problem": "1+1", "final_answer": [2, 3]}, "2, 3"),
         ({"problem": "1+1", "answer": " ", "final_answer": 2.5}, "2.5"),
         ({"prompt": "1+1", "answer": [], "final_answer": "2"}, "2"),
