@@ -120,7 +120,9 @@ def encode_prompt(
     """
     content = f"{problem}\n{instruction}" if instruction else problem
     if not tokenizer.chat_template:
-        return tokenizer(content + "\n").input_ids
+        ids = tokenizer(content + "\n").input_ids
+        # Fine-tuning can leave a tokenizer behind that ends every text. The prompt must go on.
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
     turns = [{"role": "user", "content": content}]
     options = {"tokenize": False, "add_generation_prompt": True, **switches}
     text = tokenizer.apply_chat_template(turns, **options)

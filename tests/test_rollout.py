@@ -544,6 +544,17 @@ def test_folders_that_are_no_model_say_what_they_are(tmp_path):
             load(str(tmp_path))
 
 
+def test_a_tokenizer_that_ends_every_text_ends_no_prompt():
+    """Fine-tuning can leave such a tokenizer behind (add_eos_token)."""
+    plain, ending = (AutoTokenizer.from_pretrained(TINY) for _ in range(2))
+    end = (plain.eos_token, plain.eos_token_id)
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end[0]}", special_tokens=[end]
+    )
+    assert ending("1+2").input_ids[-1] == plain.eos_token_id
+    assert encode_prompt(ending, "1+2") == encode_prompt(plain, "1+2")
+
+
 def test_tokenizer_without_a_pad_token(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = None
