@@ -40,8 +40,11 @@ def load_model(
     name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Model:
     """A causal language model of a Hub id or a local folder, in eval mode. Raises InputError."""
-    options = {"dtype": dtype, "config": load_config(name)}
-    model = load_pretrained(AutoModelForCausalLM, "model", name, **options)
+    options = {"dtype": dtype, "config": load_config(name), "output_loading_info": True}
+    model, info = load_pretrained(AutoModelForCausalLM, "model", name, **options)
+    if info["missing_keys"]:  # transformers draws these at random
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
     check_positions(name, model)
     return prepared(model).to(device).eval()
 

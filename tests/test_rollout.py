@@ -555,6 +555,16 @@ def test_a_tokenizer_that_ends_every_text_ends_no_prompt():
     assert encode_prompt(ending, "1+2") == encode_prompt(plain, "1+2")
 
 
+def test_a_model_that_lacks_weights_is_refused(random_model, tmp_path):
+    """transformers would draw them at random, on every rank anew."""
+    model = random_model()
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(rollout.InputError, match="has no weights for model.norm.weight;"):
+        models.load_model(str(tmp_path))
+
+
 def test_tokenizer_without_a_pad_token(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = None
