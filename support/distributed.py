@@ -44,11 +44,12 @@ def device() -> torch.device:
 
 
 def peak_memory_gb() -> float:
-    """The peak of memory since the start, in GB: on the GPU, or on a CPU of this process."""
+    """Return the peak of memory since the start, in 1e9 bytes: of the GPU, or of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak / 1e6  # bytes there, KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return peak * unit / 1e9
 
 
 def start() -> None:

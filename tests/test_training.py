@@ -4,8 +4,11 @@ import contextlib
 import copy
 import json
 import math
+import re
 import shutil
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ import stapo
 from reward import is_correct
 from rollout import Response, TokenStats
 from stapo import Config, micro_batches, update
+from support.distributed import peak_memory_gb
 from support.errors import InputError
 from support.seeds import generator, mix_seed
 
@@ -515,6 +519,13 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path, mon
         assert found[-1]["clip_low"] == found[-1]["clip_high"] == 0
     assert on == [True, False]
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_in_bytes_times_1e9():
+    """Another source of Linux, which is in KiB, too."""
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak_memory_gb() == pytest.approx(1024 * int(peak) / 1e9, rel=0.005)
 
 
 def test_memory_stays_flat_over_25_steps(tmp_path):
