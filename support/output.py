@@ -17,7 +17,8 @@ class Output:
     def __init__(self, stream: TextIO | None):
         self.stream = stream or open(os.devnull, "w")  # None: it was closed before Python began
         if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # it flushes first
+                stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -38,6 +38,7 @@ class Letters:
     """A tokenizer whose ids are code points, so that a fake model can read its prompts."""
 
     chat_template = None
+    eos_token_id = None
     added_tokens_decoder = {
         90: SimpleNamespace(content="<|end|>", special=True),
         91: SimpleNamespace(content="<think>", special=False),
