@@ -75,7 +75,9 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             for file in others:  # A network's listing of another host's files can be a minute old.
                 file.touch()
-        others |= set(folder.glob(self.file_of("*").name))
+        for file in folder.glob(self.file_of("*").name):
+            if file.stem.rpartition(".rank")[2].isdigit():  # no copy, such as samples.rank1.old
+                others.add(file)
         rows: dict[Key, dict] = {}
         lines: dict[Key, str] = {}
         for file in [self.path, *others]:

@@ -348,6 +348,12 @@ def test_ranks_of_one_host_load_in_turn_and_hosts_at_once(tmp_path):
 # ------------------------------------------------------------------------- what a rerun may change
 
 
+def test_a_users_copy_of_a_ranks_file_is_neither_merged_nor_deleted(tmp_path):
+    copy = tmp_path / "samples.rank1.old.jsonl"
+    write_rows(copy, {"benchmark": "a", "decoding": "training", "problem": 0, "sample": 0})
+    assert journal.Journal(tmp_path / "samples.jsonl").rows == {} and copy.exists()
+
+
 def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, monkeypatch):
     fake = Scripted(monkeypatch, lucky)
     flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3)]
