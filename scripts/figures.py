@@ -8,6 +8,7 @@
 2. metrics.jsonl gives training.png, quantiles.png, updates.png and evaluation.png. A .csv file
    beside each picture has its numbers.
 3. The script prints how far a run's score has moved from its first evaluation to its last.
+4. If methods have runs with the same seeds, it prints the difference of their accuracies.
 
 scripts/tokens.py draws a model's tokens.
 """
@@ -15,6 +16,7 @@ scripts/tokens.py draws a model's tokens.
 import argparse
 import contextlib
 import csv
+import itertools
 import json
 import math
 import sys
@@ -68,6 +70,7 @@ class Group:
     label: str
     line: dict  # matplotlib's keywords for the line: colour, style, alpha
     series: list[dict]  # for each run: metric -> {step: value}
+    runs: dict[int, Path]  # by seed
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -116,13 +119,13 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
 
     The label of a group has the flags in which it differs from other groups of its method.
     """
-    by_flags: dict[str, list[Path]] = {}
+    by_flags: dict[str, list[tuple[int, Path]]] = {}
     for path in paths:
         try:
             config = json.loads((path / "config.json").read_text("utf-8"))
             flags = {key: value for key, value in config.items() if key not in INCIDENTAL}
             key = json.dumps({"method": config["method"]} | flags, sort_keys=True)
-            by_flags.setdefault(key, []).append(path)
+            by_flags.setdefault(key, []).append((config["seed"], path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no run directory of stapo.py: {error!r}") from error
     groups, all_flags = [], [json.loads(key) for key in by_flags]
@@ -139,8 +142,8 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
         line = {"color": colour, "linestyle": ("-", "--", "-.", ":")[rank % 4]}
         line["alpha"] = 1 - 0.6 * rank / len(rivals)  # a sweep keeps the hue of its method
         label += f" ({len(members)} runs)" if len(members) > 1 else ""
-        series = [read_metrics(path / "metrics.jsonl", window) for path in members]
-        groups.append(Group(label, line, series))
+        series = [read_metrics(path / "metrics.jsonl", window) for _, path in members]
+        groups.append(Group(label, line, series, dict(members)))
     return groups
 
 
@@ -255,8 +258,41 @@ def changes(run: Path) -> list[str]:
     return sorted(lines)
 
 
+def differences(groups: list[Group]) -> list[str]:
+    """Return a line for each group after the first: its accuracy minus the first group's.
+
+    The two runs of a seed train on the same problems. So the standard error is that of the mean of
+    the seeds' differences. The steps are those that both runs have.
+    """
+    first, *others = groups
+    lines = []
+    for group in others:
+        seeds = sorted(first.runs.keys() & group.runs.keys())
+        pairs = [accuracies(first.runs[seed], group.runs[seed]) for seed in seeds]
+        pairs = [pair for pair in pairs if pair]
+        if not pairs:
+            continue
+        spans = {"all steps": slice(None), "the last ten": slice(-10, None)}
+        texts = []
+        for name, span in spans.items():
+            points = [100 * fmean(after - before for before, after in p[span]) for p in pairs]
+            error = f" ± {stdev(points) / len(points) ** 0.5:.1f}" if len(points) > 1 else ""
+            texts.append(f"{fmean(points):+.1f}{error} points over {name}")
+        text = f"{group.label} minus {first.label}, {len(pairs)} shared seeds: accuracy "
+        lines.append(text + ", ".join(texts))
+    return lines
+
+
+def accuracies(first: Path, second: Path) -> list[tuple[float, float]]:
+    """Return the accuracies of two runs in the steps that both have."""
+    one, other = (
+        read_metrics(run / "metrics.jsonl", 1).get("accuracy", {}) for run in (first, second)
+    )
+    return [(one[step], other[step]) for step in sorted(one.keys() & other.keys())]
+
+
 def draw(paths: list[Path], out: Path, window: int) -> None:
-    """Draw all figures, and print how far the scores have moved. Raises ValueError and OSError."""
+    """Draw all figures, and print differences of accuracies. Raises ValueError and OSError."""
     groups = group_runs(paths, window)
     out.mkdir(parents=True, exist_ok=True)
     names = sorted({key for group in groups for run in group.series for key in run})
@@ -270,9 +306,8 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
         refuse_strangers(out, stem)
     for stem, panels in figures.items():
         draw_curves(stem, panels, groups, window, out)
-    for path in paths:
-        for words in changes(path):
-            print(words)
+    for words in [*itertools.chain.from_iterable(map(changes, paths)), *differences(groups)]:
+        print(words)
     print(f"figures in {out}")
 
 

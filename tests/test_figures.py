@@ -142,6 +142,24 @@ def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undraw
     assert capsys.readouterr().out.startswith("figures in")
 
 
+def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
+    """Seeds 0 and 1 differ by -10 and -20 points, in the last ten steps by -12 and -20.
+
+    Seed 2 has no run of JustRL. JustRL's run of seed 0 has one step more.
+    """
+    for seed in (0, 1, 2):
+        rows = [metrics(step, 0.5 + seed / 10) for step in range(1, 13)]
+        write_run(tmp_path / f"stapo-{seed}", rows, seed=seed)
+    behind = {0: [0.0, 0.0, *[0.12] * 10, 0.5], 1: [0.2] * 12}
+    for seed, gaps in behind.items():
+        rows = [metrics(step, 0.5 + seed / 10 - gap) for step, gap in enumerate(gaps, 1)]
+        write_run(tmp_path / f"justrl-{seed}", rows, seed=seed, method="justrl")
+    figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
+    said = "JustRL (2 runs) minus STAPO (3 runs), 2 shared seeds: accuracy "
+    said += "-15.0 ± 5.0 points over all steps, -16.0 ± 4.0 points over the last ten"
+    assert capsys.readouterr().out.splitlines()[0] == said
+
+
 def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
     def error(*argv) -> str:
         with pytest.raises(SystemExit) as caught:
