@@ -480,17 +480,20 @@ def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None)
 
 
 def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) -> str:
-    """Write the paper's table in Markdown: mean@N in percent, later decodings in brackets."""
+    """Write the paper's table in Markdown: mean@N in percent, later decodings in brackets.
+
+    graders: a line's name each. The second line has the means after the verifier's verdicts.
+    """
 
     def cell(values: list[str]) -> str:
         return values[0] + (f" ({', '.join(values[1:])})" if values[1:] else "")
 
     rows = [["model", "decoding", "graded by", *(b.title for b in suite), "mean"]]
-    for grader in graders:
+    for number, grader in enumerate(graders):
         lines = []  # for each decoding: the mean of each benchmark, and the mean of these
         for by_benchmark in scores.values():
             summaries = [by_benchmark[benchmark.key] for benchmark in suite]
-            means = [(s["verified"] if ", then " in grader else s)["mean"] for s in summaries]
+            means = [(s["verified"] if number == 1 else s)["mean"] for s in summaries]
             lines.append([f"{mean:.2f}" for mean in [*means, fmean(means)]])
         cells = [cell(list(column)) for column in zip(*lines, strict=True)]
         rows.append([model, cell(list(scores)), grader, *cells])
