@@ -16,7 +16,7 @@ from reference import drawn, row_stats
 import stapo
 from reward import load_reward
 from rollout import Response, load_model
-from stapo import clipped_loss, spurious_mask, stapo_loss
+from stapo import clipped_loss, group_advantages, spurious_mask, stapo_loss
 from support import distributed
 
 
@@ -208,15 +208,23 @@ def test_the_readmes_block_is_the_loss():
         torch.testing.assert_close(*gradients)
 
 
-def test_micro_batches_of_one_response_are_another_objective(capsys):
-    """The page's toy prints what its comments say; and what is silenced is what its text says."""
-    names: dict = {}
-    exec(example("toy"), names)
-    said = re.findall(r"# ([+-][0-9.]+): ", example("toy"))
-    assert capsys.readouterr().out.split() == said == ["-0.173", "+0.029"]
-    tensors = names["tensors"]
-    silenced = [int(stapo_loss(*(t[i : i + 1] for t in tensors))[1]["silenced"]) for i in range(3)]
-    assert (int(stapo_loss(*tensors)[1]["silenced"]), silenced) == (3, [1, 1, 0])
+def test_micro_batches_of_one_response_are_another_objective():
+    """What the page says of two right responses and a wrong one: tokens silenced, and losses."""
+    p = torch.tensor([[0.5, 0.001, 0.001], [0.5, 0.001, 0.001], [0.5, 0.5, 0.5]])
+    entropy = torch.tensor([[1.0, 0.1, 0.2], [1.0, 1.5, 1.6], [1.0, 1.0, 1.0]])
+    rho = torch.tensor([[1.0, 1.2, 0.5], [1.0, 1.1, 1.2], [1.0, 0.9, 1.1]])
+    mask = torch.tensor([[True, True, True], [True, True, True], [True, False, False]])
+    advantages = group_advantages(torch.tensor([[1.0, 1.0, -1.0]]))[0]
+    tensors = (p.log(), p.log() - rho.log(), advantages, entropy, mask)
+
+    whole, sums = stapo_loss(*tensors)
+    parts = [stapo_loss(*(tensor[i : i + 1] for tensor in tensors)) for i in range(3)]
+    assert int(sums["silenced"]) == 3
+    assert [int(sums["silenced"]) for _, sums in parts] == [1, 1, 0]
+    page = " ".join((ROOT / "docs" / "using-the-loss.md").read_text().split())
+    mean = sum(loss for loss, _ in parts) / 3
+    assert f"the loss of the mini-batch is {whole:+.3f}." in page
+    assert f"three micro-batches of one response is {mean:+.3f}." in page
 
 
 def test_micro_batches_are_checked_against_the_whole():
