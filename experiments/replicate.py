@@ -1,8 +1,8 @@
 """How much STAPO helps, when and why: methods, base models, controls and rewards, by seeds.
 
-    python experiments/replicate.py --jobs 2                 # everything: five hours on two cores
+    python experiments/replicate.py --jobs 2                 # everything: six hours on two cores
     python experiments/replicate.py --only methods --jobs 2  # methods and learning rates: two
-    python experiments/replicate.py --only bases --jobs 2    # other base models: one
+    python experiments/replicate.py --only bases --jobs 2    # other base models: one and a half
     python experiments/replicate.py --only why --jobs 2      # weights, gradient, SGD: half an hour
     python experiments/replicate.py --only drift --jobs 2    # the reward says nothing: about two
     python experiments/replicate.py --short --jobs 2         # two seeds, fewer rows: an hour
@@ -329,7 +329,7 @@ def differences(runs: Runs, references: Runs) -> Runs:
     """Each run minus the reference's run with the same seed, where there is one.
 
     A span of steps: the difference of the two accuracies in points. Over steps 10 to 20 also the
-    difference of their log-odds, and the ratio of the entropies.
+    difference of their log-odds, and the ratio of the entropies. "silenced, %" is the run's own.
     """
     found = {}
     for seed in runs.keys() & references.keys():
@@ -340,6 +340,7 @@ def differences(runs: Runs, references: Runs) -> Runs:
         found[seed]["log-odds, 10 to 20"] = log_odds(mine) - log_odds(its)
         found[seed]["10 to 20, each seed"] = found[seed]["10 to 20"]
         found[seed]["entropy, ratio"] = run["entropy, 10 to 20"] / other["entropy, 10 to 20"]
+        found[seed]["silenced, %"] = run["silenced, %"]
     return found
 
 
@@ -463,7 +464,7 @@ def report_methods(groups: list[Group], found: Results, output: Path) -> None:
     whole = [group for group in groups if group.steps == STEPS and group.base == "tests/tiny"]
     pairs = {g.name: found[g.key] for g in whole if g.name.startswith(("STAPO", "JustRL"))}
     show("STAPO and JustRL on tests/tiny", pairs, LEVELS)
-    columns = DIFFERENCES | {"entropy, ratio": "mean .2f"} | EACH_SEED
+    columns = {"silenced, %": "mean .2f"} | DIFFERENCES | {"entropy, ratio": "mean .2f"} | EACH_SEED
     show("Each row on tests/tiny, minus STAPO", minus_reference(whole, found), columns)
     fast = {name: runs for name, runs in pairs.items() if name.endswith("four times the rate")}
     columns = {"highest accuracy": "each .0f", "lowest after it": "each .0f"}
@@ -494,7 +495,8 @@ def report_bases(groups: list[Group], found: Results, output: Path) -> None:
 
 def report_why(groups: list[Group], found: Results, output: Path) -> None:
     """Every row minus STAPO, or minus STAPO under SGD."""
-    show("Why it helps", minus_reference(groups, found), OF_EARLY | EACH_SEED)
+    columns = {"silenced, %": "mean .2f"} | OF_EARLY | EACH_SEED
+    show("Why it helps", minus_reference(groups, found), columns)
     rows = {group.name: found[group.key] for group in groups}
     names = ("silenced, %", "accuracy, 10 to 20", "entropy, 10 to 20")
     show("The rows themselves", rows, {name: LEVELS[name] for name in names})

@@ -53,7 +53,7 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys):
     assert f"| JustRL {row}" in printed
     # the ratios of entropy are 1.5 and 2
     row = "+0.0 ± 0.0 | -25.0 ± 5.0 | -32.5 ± 5.5 | -9.5 ± 0.5 | 1.75 | -20.0 -30.0 |"
-    assert f"| JustRL | 2 | {row}" in printed
+    assert f"| JustRL | 2 | 1.00 | {row}" in printed
     # ln(.6545 / .3455) and ln(.5545 / .4455), less ln(.8545 / .1455): -1.132 and -1.552
     row = row.replace("1.75", "-1.34 | 1.75")
     assert f"| tests/tiny | 2 | 5.0 | 1.00 | 85.5 ± 0.0 | {row}" in printed
@@ -85,7 +85,7 @@ def test_errors_over_base_models_and_rows_under_sgd(tmp_path, capsys):
         write(tmp_path / f"tests-tiny-{name.replace(' ', '-')}-2", [accuracy] * steps)
     replicate.report("why", tmp_path)
     printed = capsys.readouterr().out.splitlines()
-    row = "| JustRL, SGD | 1 | +10.0 | +10.0 | +0.41 | 1.00 | +10.0 |"
+    row = "| JustRL, SGD | 1 | 1.00 | +10.0 | +10.0 | +0.41 | 1.00 | +10.0 |"
     assert row in printed  # minus STAPO under SGD
     assert "| STAPO, SGD | 1 | 1.00 | 50.0 | 0.500 |" in printed
 
