@@ -305,7 +305,7 @@ def run(cfg: Config) -> None:
     model, _ = evaluation.load(cfg.model)  # in bfloat16 on a GPU
     check_head(model)
     stop.listen()
-    trained = re.search(r"/checkpoints/step_(\d+)/?$", cfg.model)
+    trained = re.search(r"/checkpoints/step_(\d+)$", str(Path(cfg.model).absolute()))
     first = int(trained[1]) + 1 if trained else 1  # the step whose prompts come next
     batches, samples, total = [], [], Counter()
     for step in range(first, first + cfg.batches):

@@ -253,7 +253,9 @@ def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, undrawn, collected, mo
     collected.clear()
     policies, head = [], tokens.check_head
     monkeypatch.setattr(tokens, "check_head", lambda model: (policies.append(model), head(model)))
-    tokens.main([str(folder), "--checkpoint", "step_000001", "--batches", "2"])
+    monkeypatch.chdir(folder)  # so its checkpoint's name begins with "checkpoints"
+    data = ["--data", str(TINY / "test.jsonl")]
+    tokens.main([".", *data, "--checkpoint", "step_000001", "--batches", "2"])
     assert [step for step, _ in collected] == [2, 3] and len(collected[0][1].ids) == 16
     saved, base = load_model(str(older)).state_dict(), load_model(str(TINY)).state_dict()
     loaded = policies[0].state_dict()
