@@ -79,6 +79,7 @@ def parse(argv: list[str] | None) -> Config:
     held = {each.name: held[each.name] for each in fields(Config) if each.name in held}
     if not own_model:
         held["model"] = find_checkpoint(Path(run), given.get("checkpoint", ""))
+        held["chat_template"] = ""  # the checkpoint's own: the file may have changed since
     if given.get("method") in stapo.METHODS:  # RUN's flags may not go with another method
         for name in stapo.refused_flags(stapo.METHODS[given["method"]]):
             held.pop(name, None)

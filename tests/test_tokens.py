@@ -233,9 +233,15 @@ def parse(*argv: str) -> tuple[tokens.Config, str]:
 
 
 def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, undrawn, collected, monkeypatch):
-    """The newest or the one that is named; a flag beside it counts; the steps go on."""
-    folder = tmp_path / "run"
-    run(folder, "--save_every 1 --eval_limit 3 --tau_p 0.3 --seed 7")
+    """The newest or the one that is named; a flag beside it counts; the steps go on.
+
+    The checkpoint has the chat template of the run, whatever has become of its file.
+    """
+    folder, template = tmp_path / "run", tmp_path / "template"
+    template.write_text("{{ messages[0].content }}\n")
+    flags = f"--chat_template {template}"
+    run(folder, f"--save_every 1 --eval_limit 3 --tau_p 0.3 --seed 7 {flags}")
+    template.unlink()
     cfg, output = parse(folder)
     newest = str(folder / "checkpoints" / "step_000002")
     assert (cfg.model, output) == (newest, f"{folder}/figures")
