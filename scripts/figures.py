@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="default: RUN/figures, or figures for several")
     parser.add_argument("--smooth", type=int, default=1, help="draw the mean of the last N values")
     args = parser.parse_args(argv)
-    runs = list(dict.fromkeys(args.runs))
+    runs = list({run.resolve(): run for run in args.runs}.values())  # a link counts as its run
     try:
         if args.smooth < 1:
             raise ValueError(f"--smooth {args.smooth}: must be at least 1")

@@ -49,7 +49,9 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
     (tmp_path / "out").mkdir()
     old = tmp_path / "out" / "evaluation.csv"
     old.write_text(",".join(figures.COLUMNS) + "\n")  # of other runs
-    figures.main([*map(str, runs), "--output", str(tmp_path / "out")])
+    (tmp_path / "latest").symlink_to("0")  # the same run by another name
+    names = [*map(str, runs), str(tmp_path / "latest")]
+    figures.main([*names, "--output", str(tmp_path / "out")])
     rows = read_csv(tmp_path / "out" / "training.csv")
     found = {
         (row["group"], int(row["step"])): [float(row[k]) for k in ("mean", "min", "max", "runs")]
