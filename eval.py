@@ -626,7 +626,8 @@ def run(cfg: Config) -> None:
         decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
         options = {"whole_rows": bool(cfg.reward)}
         suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit, **options)
-        refuse_other_programs(folder)
+        if rank() == 0:  # alone: a network file system remembers a missing name for a minute
+            refuse_other_programs(folder)
     claim(folder, WRITTEN)
     with distributed.raised_on_all():
         if rank() == 0:

@@ -101,7 +101,8 @@ class RunFolder:
         self.path = Path(broadcast(output))  # A default name holds the time: rank 0's counts.
         self.flags = flags
         with raised_on_all():
-            if not flags["resume"] and (self.path / "config.json").exists():
+            # Rank 0 alone looks: a network file system remembers a missing name for a minute.
+            if rank() == 0 and not flags["resume"] and (self.path / "config.json").exists():
                 read_flags(self.path, "--output")  # It must not be a model's.
         claim(self.path, () if flags["resume"] else self.FILES)
         with raised_on_all():

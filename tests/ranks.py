@@ -254,6 +254,21 @@ def train_on_hosts_apart(folder: Path, flags: list[str]) -> None:
     stapo.main(flags)
 
 
+def work_where_missing_names_are_remembered(program: Callable, flags: list[str]) -> None:
+    """Once a name is missing on rank 1, it stays missing there, with all that it holds later."""
+    missing, exists = set(), Path.exists
+
+    def remembered(path: Path) -> bool:
+        here = [path, *path.parents]
+        if missing.isdisjoint(here) and not exists(path):
+            missing.update(name for name in here if not exists(name))
+        return missing.isdisjoint(here)
+
+    if os.environ["RANK"] == "1":
+        Path.exists = remembered
+    program(flags)
+
+
 # ------------------------------------------------------------------------------- a rank that fails
 
 

@@ -20,6 +20,7 @@ from ranks import (
     train_on_canned_rollouts,
     train_on_hosts_apart,
     train_with_clocks_apart,
+    work_where_missing_names_are_remembered,
 )
 from transformers import AutoTokenizer
 
@@ -127,6 +128,18 @@ def test_ranks_that_do_not_share_the_output_are_one_line(tmp_path, copies, messa
         said = (tmp_path / f"log.{rank}").read_text()
         assert re.search(rf"^stapo.py: .*{message} \(rank {rank}\)$", said, re.MULTILINE), said
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("program", [stapo.main, evaluation.main])
+def test_a_new_directory_is_looked_for_by_its_maker_alone(tmp_path, program):
+    """Other hosts on a network file system would see for a minute that it is missing."""
+    flags = f"--model {TINY} --instruction= --max_new_tokens 4 --output {tmp_path}/runs/new"
+    if program is stapo.main:
+        flags += f" --data {TINY}/test.jsonl --steps 1 --batch_size 2 --mini_batch_size 2"
+    else:
+        flags += f" --benchmarks {TINY}/test.jsonl --limit 1 --samples 2 --decoding training"
+    work = work_where_missing_names_are_remembered
+    assert launch(work, 2, tmp_path / "log", program, flags.split()) == [0, 0]
 
 
 def test_an_environment_that_cannot_work_is_one_line(monkeypatch, tmp_path):
