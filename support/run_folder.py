@@ -32,12 +32,13 @@ from support.progress import log
 lock_file: TextIO | None = None  # of the directory that this process works in
 
 
-def claim(folder: Path, files: tuple[str, ...] = ()) -> None:
+def claim(folder: Path, files: tuple[str, ...] = ()) -> str:
     """Make a directory and lock it until this process ends, however it ends. Every rank calls it.
 
     files: what refuse_strangers takes; without them other files in the directory are no error.
-    Raises InputError on every rank if the directory has such files or cannot be written, if another
-    process works in it, and if a rank sees another directory than rank 0.
+    Returns what .process says from now on. Raises InputError on every rank if the directory has
+    such files or cannot be written, if another process works in it, and if a rank sees another
+    directory than rank 0.
     """
     now = datetime.datetime.now().isoformat(" ", "seconds")
     mark = broadcast(f"process {os.getpid()} on {socket.gethostname()} since {now}")
@@ -54,6 +55,7 @@ def claim(folder: Path, files: tuple[str, ...] = ()) -> None:
         if not file.exists() or file.read_text("utf-8") != mark:
             hint = "put it on a file system that all hosts share"
             raise InputError(f"--output {folder}: ranks see different directories; {hint}")
+    return mark
 
 
 def lock(folder: Path, file: Path) -> None:
@@ -104,7 +106,7 @@ class RunFolder:
             # Rank 0 alone looks: a network file system remembers a missing name for a minute.
             if rank() == 0 and not flags["resume"] and (self.path / "config.json").exists():
                 read_flags(self.path, "--output")  # It must not be a model's.
-        claim(self.path, () if flags["resume"] else self.FILES)
+        self.mark = claim(self.path, () if flags["resume"] else self.FILES)
         with raised_on_all():
             if rank() == 0:
                 remove_partials(self.path)
@@ -172,8 +174,19 @@ class RunFolder:
         """
         with raised_on_all(), writing(self.path / name):
             if rank() == 0:
+                self.check_owner()
                 append_rows(self.path / name, rows)
                 sync(self.path / name)
+
+    def check_owner(self) -> None:
+        """Raise InputError if another process has claimed the directory since.
+
+        On some network file systems a lock holds on its own host only.
+        """
+        file = self.path / ".process"
+        owner = file.read_text("utf-8") if file.exists() else self.mark
+        if owner != self.mark:
+            raise InputError(f"--output {self.path}: {owner} works there, too; this process ends")
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""

@@ -133,6 +133,21 @@ def test_a_directory_has_one_process_until_that_is_killed(finished, tmp_path, mo
     assert "no locks (No locks available)" in capfd.readouterr().err
 
 
+def test_a_run_ends_when_another_process_has_claimed_its_directory(tmp_path, monkeypatch):
+    """Locks of its file system hold on one host only. No step is in metrics.jsonl twice."""
+    end_step = stapo.RunFolder.end_step
+
+    def taken_over(self, line, samples):
+        if line["step"] == 2:
+            (self.path / ".process").write_text("process 7 on another host")
+        end_step(self, line, samples)
+
+    monkeypatch.setattr(stapo.RunFolder, "end_step", taken_over)
+    with pytest.raises(SystemExit, match="run: process 7 on another host works there, too"):
+        run(tmp_path / "run")
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
