@@ -654,7 +654,7 @@ class Task(NamedTuple):
     problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" with --reward
     reward: Reward
     suite: evaluation.Suite
-    fingerprints: dict[str, str]  # of the contents of --data and --reward
+    fingerprints: dict[str, str]  # of the contents of --data, --reward and --chat_template
 
 
 def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
@@ -908,6 +908,8 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     fingerprints = {"data": f"{len(kept)} problems, {fingerprint(rows)}"}
     if cfg.reward:
         fingerprints["reward"] = fingerprint(Path(cfg.reward.rpartition(":")[0]).read_bytes())
+    if cfg.chat_template not in ("", "none") and not checkpoint:
+        fingerprints["chat_template"] = fingerprint(tokenizer.chat_template)
     return Task(tokenizer, kept, reward, suite, fingerprints)
 
 

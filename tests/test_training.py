@@ -455,7 +455,10 @@ def test_prompts_as_long_as_the_limit_are_kept(tokenizer):
 
 
 def test_a_chat_template_is_the_runs_own_and_so_are_wrong_golds(tmp_path, capsys):
-    """The checkpoint's tokenizer has the template; a resumed run keeps it. No answer is right."""
+    """The checkpoint's tokenizer has the template; a resumed run keeps it. No answer is right.
+
+    config.json tells it from another template in a file of the same name.
+    """
     rows = [{"problem": f"Q: {i}+1=?", "answer": "work #### none"} for i in range(8)]
     write_rows(tmp_path / "rows.jsonl", *rows)
     template = "{{ messages[0].content }} =\n"
@@ -469,9 +472,13 @@ def test_a_chat_template_is_the_runs_own_and_so_are_wrong_golds(tmp_path, capsys
     assert saved.chat_template == template
     again = f"--resume {tmp_path}/run --steps 2"
     assert "--chat_template none: " in refused(capsys, f"{again} --chat_template none")
+    (tmp_path / "own.jinja").write_text(f"Another. {template}")
     stapo.main(again.split())
     said = capsys.readouterr().err
     assert "step 2 of 2" in said and "no response is right" not in said
+    run(tmp_path / "other", flags)
+    configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("run", "other")]
+    assert len({config["chat_template_fingerprint"] for config in configs}) == 2
 
 
 @pytest.mark.parametrize("reward", ["", "--reward {}/own.py:of_problem"])
