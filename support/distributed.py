@@ -221,7 +221,10 @@ def shard(policy: torch.nn.Module) -> None:
         raise InputError(f"--model: {name} has no `.layers` to shard, which is not supported")
     options = {"mesh": init_device_mesh(device().type, (world_size(),))}
     if device().type == "cuda":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        # Inputs of layers stay as they are: OLMo's and ERNIE's rotary cosines are float32. The
+        # model that samples is not sharded, so nothing would cast them there.
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        options["mp_policy"] = precision
     for layer in decoder.layers:
         fully_shard(layer, **options)
     fully_shard(policy, **options)

@@ -162,15 +162,18 @@ def test_an_environment_that_cannot_work_is_one_line(monkeypatch, tmp_path):
 
 
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):
-    """Each group's policy, as FSDP2 gets it on a GPU: two layers, and the root."""
+    """Each group's policy, as FSDP2 gets it on a GPU: two layers, and the root.
+
+    Inputs are not cast: some models' rotary cosines are float32, in the model that samples too.
+    """
     given = []
     monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(distributed, "init_device_mesh", lambda *_: None)
     monkeypatch.setattr(distributed, "fully_shard", lambda *_, **options: given.append(options))
     distributed.shard(make_random_model())
     policies = [options.get("mp_policy") for options in given]
-    assert [p and (p.param_dtype, p.reduce_dtype) for p in policies] == [
-        (torch.bfloat16, torch.float32)
+    assert [p and (p.param_dtype, p.reduce_dtype, p.cast_forward_inputs) for p in policies] == [
+        (torch.bfloat16, torch.float32, False)
     ] * 3
 
 
