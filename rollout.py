@@ -29,7 +29,14 @@ from support import distributed
 from support.decoding import decoding_loop, has_full_attention, rows_that_fit, until_stop
 from support.errors import InputError, first_line
 from support.head import HeadStats, TokenStats
-from support.models import check_head, empty_model, load_config, load_model, load_pretrained
+from support.models import (
+    check_head,
+    check_ties,
+    empty_model,
+    load_config,
+    load_model,
+    load_pretrained,
+)
 from support.progress import bar as progress_bar
 from support.progress import first_time, say, track
 from support.seeds import mix_seed
@@ -77,6 +84,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
         if distributed.rank() == 0:
             whole = load_model(name)
             check_head(whole)
+            check_ties(name, whole)
     if not dist.is_initialized():  # a single CPU process
         return Policy(whole, gradient_checkpointing)
     policy = Policy(empty_model(load_config(name)), gradient_checkpointing)

@@ -2,7 +2,7 @@
 
 1. Reading: `load_model`, `load_config`. `empty_model` makes a model without its weights. `prepared`
    puts this project's norms and output head into both.
-2. What is refused: `check_positions`, `check_length`, `check_head`.
+2. What is refused: `check_positions`, `check_length`, `check_head`, `check_ties`.
 3. Which weights a name stands for: `weights_of`.
 """
 
@@ -148,6 +148,23 @@ def check_head(model: Model) -> None:
         raise InputError(
             "--model: its logits are not hidden states times the weight of its output head "
             "(a bias, a scale or a soft cap), which is not supported"
+        )
+
+
+def check_ties(name: str, model: Model) -> None:
+    """Raise InputError if config.json ties embedding and output head, but the weights differ.
+
+    transformers then loads two tensors. Ranks build the model from its config, with one tensor for
+    both: the head's weights would replace the embedding's.
+    """
+
+    def tied(model: Model) -> bool:
+        return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+    if tied(empty_model(model.config)) and not tied(model):
+        raise InputError(
+            f"{name}: its config.json ties the embedding and the output head, but the files have "
+            'different weights for them; set "tie_word_embeddings" to false in a copy of the folder'
         )
 
 

@@ -565,6 +565,16 @@ def test_a_model_that_lacks_weights_is_refused(random_model, tmp_path):
         models.load_model(str(tmp_path))
 
 
+def test_a_model_with_two_weights_for_one_is_refused(random_model, tmp_path):
+    """Merging an adapter that trained the head alone leaves such a folder behind."""
+    random_model(tied=False).save_pretrained(tmp_path)
+    rollout.load_policy(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(rollout.InputError, match="tie_word_embeddings"):
+        rollout.load_policy(str(tmp_path))
+
+
 def test_tokenizer_without_a_pad_token(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = None
