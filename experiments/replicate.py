@@ -495,8 +495,7 @@ def report_bases(groups: list[Group], found: Results, output: Path) -> None:
 
 def report_why(groups: list[Group], found: Results, output: Path) -> None:
     """Every row minus STAPO, or minus STAPO under SGD."""
-    columns = {"silenced, %": "mean .2f"} | OF_EARLY | EACH_SEED
-    show("Why it helps", minus_reference(groups, found), columns)
+    show("Why it helps", minus_reference(groups, found), OF_EARLY | EACH_SEED)
     rows = {group.name: found[group.key] for group in groups}
     names = ("silenced, %", "accuracy, 10 to 20", "entropy, 10 to 20")
     show("The rows themselves", rows, {name: LEVELS[name] for name in names})
