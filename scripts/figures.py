@@ -44,7 +44,7 @@ TRAINING = {
     "accuracy": "accuracy of the rollouts",
     "response_length": "response length (tokens)",
     "entropy": "policy entropy (nats)",
-    "reward": "mean reward (−1 to +1)",
+    "reward": "mean reward",
     "silenced_fraction": "silenced share of all tokens",
     "sampling_gap": "sampling gap (nats)",
 }
