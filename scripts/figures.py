@@ -236,8 +236,9 @@ def read_rates(file: Path, scores: dict[str, dict]) -> dict[str, dict[tuple, flo
 def changes(run: Path) -> list[str]:
     """Return a line for each benchmark: how far its score moved from first to last evaluation.
 
-    Both evaluations have the same problems, so the standard error is that of the mean change of a
-    problem. How much harder one problem is than another does not matter.
+    Only the problems of both evaluations count, and the line has their number: --resume may change
+    --eval_limit. The standard error is that of the mean change of a problem. How much harder one
+    problem is than another does not matter.
     """
     rows = read_lines(run / "metrics.jsonl")
     scores = {row["step"]: row["eval"] for row in rows if row.get("eval")}
@@ -254,7 +255,8 @@ def changes(run: Path) -> list[str]:
         moved = [after[name][problem] - before[name][problem] for problem in problems]
         error = f" ± {stdev(moved) / len(moved) ** 0.5:.2f}" if len(moved) > 1 else ""
         when = f"from step {steps[0]} to step {steps[-1]}"
-        lines.append(f"{run}: {name} {fmean(moved):+.2f}{error} points {when}")
+        change = f"{fmean(moved):+.2f}{error} points ({len(moved)} problems)"
+        lines.append(f"{run}: {name} {change} {when}")
     return sorted(lines)
 
 

@@ -137,7 +137,7 @@ def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undraw
         ]
         append_rows(run / "evaluations" / f"step_{step:06d}.jsonl", answers)
     figures.main([str(run)])
-    words = f"{run}: sums +50.00 ± 28.87 points from step 0 to step 2"
+    words = f"{run}: sums +50.00 ± 28.87 points (3 problems) from step 0 to step 2"
     assert capsys.readouterr().out.splitlines()[0] == words
     (run / "evaluations" / "step_000000.jsonl").unlink()  # a copy that has the metrics alone
     figures.main([str(run)])
