@@ -280,6 +280,8 @@ def measure_methods(lines: list[dict], folder: Path) -> dict[str, float | None]:
     found["accuracy, last five"] = 100 * mean_of(lines, "accuracy", f"{end - 4} to {end}")
     found["accuracy, held out"] = lines[-1]["eval"]["mean"]
     found["silenced, %"] = 100 * mean_of(lines, "silenced_fraction", f"1 to {end}")
+    early = f"1 to {EARLY}"
+    found[f"silenced, {early}, %"] = 100 * mean_of(lines, "silenced_fraction", early)
     found["candidates, %"] = 100 * (lines[0]["low_prob_fraction"] or 0)
     accuracies = [100 * line["accuracy"] for line in lines]
     highest = accuracies.index(max(accuracies))
@@ -497,8 +499,9 @@ def report_why(groups: list[Group], found: Results, output: Path) -> None:
     """Every row minus STAPO, or minus STAPO under SGD."""
     show("Why it helps", minus_reference(groups, found), OF_EARLY | EACH_SEED)
     rows = {group.name: found[group.key] for group in groups}
-    names = ("silenced, %", "accuracy, 10 to 20", "entropy, 10 to 20")
-    show("The rows themselves", rows, {name: LEVELS[name] for name in names})
+    columns = {f"silenced, 1 to {EARLY}, %": LEVELS["silenced, %"]}  # some runs are longer
+    columns |= {name: LEVELS[name] for name in ("accuracy, 10 to 20", "entropy, 10 to 20")}
+    show("The rows themselves", rows, columns)
 
 
 def report_drift(groups: list[Group], found: Results, output: Path) -> None:

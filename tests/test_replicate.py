@@ -15,7 +15,7 @@ from reward import load_reward
 from rollout import Response
 
 
-def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0):
+def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0, silenced=()):
     """A run with these accuracies at steps 1, 2, ..., evaluated before it and at its end."""
     folder.mkdir(parents=True)
     if isinstance(entropies, float):
@@ -23,6 +23,8 @@ def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0):
     row = {"silenced_fraction": 0.01, "low_prob_fraction": 0.05}
     steps = enumerate(zip(accuracies, entropies, strict=True), 1)
     rows = [row | {"step": step, "accuracy": a, "entropy": h} for step, (a, h) in steps]
+    for each, share in zip(rows, silenced):
+        each["silenced_fraction"] = share
     more = {"problems": 2, "response_length": 30.0 + after, "truncated_fraction": 0.25}
     scores = [{"test": more | {"mean": mean, "no_box_fraction": 0.5}} for mean in (before, after)]
     rows = [{"step": 0, "eval": scores[0]}, *rows, {"step": len(rows), "eval": scores[1]}]
@@ -81,13 +83,15 @@ def test_errors_over_base_models_and_rows_under_sgd(tmp_path, capsys):
     assert f"| mean over base models | 2 | {row} | 1.00 ± 0.00 |" in printed
 
     for name, accuracy in (("STAPO", 0.8), ("STAPO, SGD", 0.5), ("JustRL, SGD", 0.6)):
-        steps = 25 if name == "STAPO" else 20
-        write(tmp_path / f"tests-tiny-{name.replace(' ', '-')}-2", [accuracy] * steps)
+        steps, silenced = (25, [0.02] * 20 + [0.0] * 5) if name == "STAPO" else (20, ())
+        folder = tmp_path / f"tests-tiny-{name.replace(' ', '-')}-2"
+        write(folder, [accuracy] * steps, silenced=silenced)
     replicate.report("why", tmp_path)
     printed = capsys.readouterr().out.splitlines()
     row = "| JustRL, SGD | 1 | +10.0 | +10.0 | +0.41 | 1.00 | +10.0 |"
     assert row in printed  # minus STAPO under SGD
     assert "| STAPO, SGD | 1 | 1.00 | 50.0 | 0.500 |" in printed
+    assert "| STAPO | 1 | 2.00 | 80.0 | 0.500 |" in printed  # 20 of its 25 steps
 
 
 def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
