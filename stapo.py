@@ -148,7 +148,9 @@ class Config:
         30, "save after a step if the last checkpoint is this many minutes old (0: never)"
     )
     keep_last: int = flag(2, "number of checkpoints that are kept")
-    log_samples: int = flag(8, "responses of each step that are written to samples.jsonl")
+    log_samples: int = flag(
+        8, "responses of each step that are written to samples.jsonl, of those of rank 0"
+    )
     eval_every: int = flag(0, "steps between evaluations; the first is before step 1 (0: none)")
     eval_benchmarks: list[str] = flag(
         ["aime24"],
