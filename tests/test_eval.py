@@ -130,6 +130,8 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch):
     Scripted(monkeypatch, script)
     file = write_problems(tmp_path / "four.jsonl", 4)
     found = run(tmp_path / "out", "--benchmarks", file, "--decoding", "training")
+    flags = json.loads((tmp_path / "out" / "scores.json").read_text())["flags"]
+    assert (flags["model"], flags["benchmarks"], flags["seed"]) == ("M", [file], 0)
     found = found["training"]["four"]
     assert found["mean"] == pytest.approx((50 + 0 + 100 + 25) / 4)
     # rates 50, 0, 100, 25: squared deviations from 43.75 add up to 5468.75
@@ -368,6 +370,10 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
     assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
     assert len(fake.asked) == 3 * 12 + 3
     assert len(read_rows(tmp_path / "out/samples.jsonl")) == 2 * 12 + 3
+    found = run(tmp_path / "out", *flags, "--decoding", "training", "--limit", 1, "--samples", 2)
+    found = found["training"]["few"]
+    assert (found["problems"], found["samples"]) == (1, 2), "the rest stays, and is not scored"
+    assert len(read_rows(tmp_path / "out/samples.jsonl")) == 2 * 12 + 3
     for name, began, other in (
         *(("seed", 0, 5), ("max_new_tokens", 20480, 9)),
         ("instruction", repr(INSTRUCTION), "other words"),
@@ -395,9 +401,12 @@ def test_a_new_flag_belongs_to_the_samples_unless_it_is_named_as_harmless(tmp_pa
     """A directory from before the flag has its default."""
     more = make_dataclass("More", [("shots", int, 0)], bases=(evaluation.Config,))
     monkeypatch.setattr(evaluation, "weights_of", lambda name: "weights")
-    evaluation.check_samples(tmp_path, evaluation.Config("M"))
+    for seed in (5, 0):  # nothing is sampled yet
+        evaluation.check_samples(tmp_path, evaluation.Config("M", seed=seed))
     write_rows(tmp_path / "samples.jsonl", {})
-    evaluation.check_samples(tmp_path, more("M", samples=9, limit=9, rollout_batch_size=9))
+    harmless = {"samples": 9, "limit": 9, "rollout_batch_size": 9, "data_dir": "D", "reward": "R"}
+    harmless |= {"benchmarks": ["B"], "decoding": ["0,1"], "verifier": "V", "output": "O"}
+    evaluation.check_samples(tmp_path, more("M", **harmless))
     with pytest.raises(InputError, match="drawn with --shots 0, not 5"):
         evaluation.check_samples(tmp_path, more("M", shots=5))
 
@@ -430,7 +439,9 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
     (copied / "notes.txt").write_text("copied")
     run(tmp_path / "out", *flags, "--model", copied)
     assert len(fake.asked) == 2 * 3
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):  # another model, too
+    names = "config.json generation_config.json tokenizer.json vocab.json merges.txt spiece.model "
+    names += "added_tokens.json special_tokens_map.json chat_template.jinja pytorch_model-1.bin "
+    for name in (names + "model.safetensors.index.json").split():  # another model, too
         (copied / name).write_text("{}")
         with pytest.raises(SystemExit, match="out: holds samples of other weights than --model"):
             run(tmp_path / "out", *flags, "--model", copied)
@@ -520,7 +531,7 @@ def judged(model: str, prompt: str, noise: random.Random):
     if model == "M":
         number = int(prompt.split("\n")[0].removeprefix("problem "))
         answer = f"\\boxed{{{7 if number == 0 else 100 + number}}}"
-        return "x" * 5000 + "<|end|><think>" + answer, 10, False
+        return "x" * 5000 + "<|end|><think>" + answer + " \n" * journal.TAIL, 10, False
     number = int(prompt.split("problem ")[-1].split("\n")[0])
     return ["never asked", "A", "B", "C", "who knows"][number], 1, False
 
@@ -556,7 +567,7 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     for prompt in asked:
         assert "<reference_answer>\n7\n</reference_answer>" in prompt
         tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
-        assert len(tail) == journal.TAIL + 1 and "x< |end|><think>\\boxed{" in tail
+        assert len(tail) == journal.TAIL + 1 and "x< |end|><think>\\boxed{10" in tail[-30:]
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| M | training | rule | 20.00 | 20.00 |" in text
     assert "| M | training | rule, then org/J | 40.00 | 40.00 |" in text
@@ -620,14 +631,15 @@ def test_a_verifier_does_not_think_and_a_special_token_that_is_spelled_is_none(
         tokenizer, dict.fromkeys(keys, {"problem": "1+1", "answer": "2"}), samples
     )
 
-    def respond(model, tokenizer, prompts, **_):
+    def respond(model, tokenizer, prompts, *, batch_size, **_):
+        assert batch_size == 3
         for key, ids in prompts.items():
             asked.append(ids)
             yield key, Response([], [], False, "B")
 
     monkeypatch.setattr(evaluation, "respond", respond)
     verdicts = evaluation.Journal(tmp_path / "verdicts.jsonl")
-    evaluation.verify(SimpleNamespace(name_or_path="J"), tokenizer, texts, verdicts, 1)
+    evaluation.verify(SimpleNamespace(name_or_path="J"), tokenizer, texts, verdicts, 3)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     first, second = ([i for i in ids if i in special] for ids in asked)
     assert first == second and asked[0] != asked[1]
@@ -678,6 +690,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_keeps_the_responses(tmp_pa
     (tmp_path / "fail").unlink()
     fake = Scripted(monkeypatch, lucky)
     assert run(tmp_path / "out", *flags)["training"]["task"]["mean"] == pytest.approx(100 / 6)
+    assert "| M | training | reward | 16.67 |" in (tmp_path / "out/table.md").read_text()
     assert not fake.asked
 
 
@@ -747,7 +760,9 @@ WRONG = r"""
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --decoding nan,1 | --decoding nan,1: must be
 --samples -2 | --samples -2: must be at least 0
+--limit -1 | --limit -1: must be at least 0
 --max_new_tokens 0 | --max_new_tokens 0: must be at least 1
+--rollout_batch_size 0 | --rollout_batch_size 0: must be at least 1
 --verifier {}/nobody | nobody: no tokenizer there
 --reward a.py:b --verifier V | --verifier V: judges mathematics, not
 --reward a.py:b --benchmarks amc23 | --reward a.py:b: name a file in --bench
