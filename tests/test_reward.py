@@ -330,11 +330,12 @@ def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
     """A file beside it with the name of another module, here of Python's, does not replace that."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    (tmp_path / "points_beside.py").write_text("POINTS = 0.25")
+    (tmp_path / "points_beside.py").write_text("import numpy\nPOINTS = numpy.float32(0.25)")
     (tmp_path / "colorsys.py").write_text("raise ValueError('the wrong one')")
     own = "import colorsys\nimport points_beside\ndef f(text, row): return points_beside.POINTS"
     (tmp_path / "own.py").write_text(own)
-    assert load_reward(f"{tmp_path}/own.py:f")("", {"row": {}}) == 0.25
+    value = load_reward(f"{tmp_path}/own.py:f")("", {"row": {}})
+    assert value == 0.25 and type(value) is float  # any real number will do
 
 
 @needs_benchmarks

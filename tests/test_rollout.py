@@ -601,7 +601,9 @@ def test_dapo_rows_are_unwrapped_and_distinct():
     [
         ({"problem": " 1+1 ", "answer": "2"}, "2"),
         ({"prompt": "all of it", "question": "1+1", "final_answer": "3", "answer": "2"}, "2"),
+        ({"prompt": "?", "question": "all of it", "problem": "1+1", "answer": "2"}, "2"),
         ({"question": "1+1", "answer": 2}, "2"),
+        ({"problem": "1+1", "reward_model": {"ground_truth": "3"}, "final_answer": "2"}, "2"),
         ({"question": "1+1", "final_answer": ["2", "3"]}, "2, 3"),
         ({"prompt": [{"content": "1+1"}], "reward_model": {"ground_truth": "2"}}, "2"),
         ({"problem": "1+1", "answer": 0}, "0"),
