@@ -69,7 +69,7 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
     assert not old.exists()
 
 
-def test_methods_that_the_legend_does_not_know_are_told_apart(tmp_path):
+def test_methods_that_the_legend_does_not_know_are_told_apart(tmp_path, undrawn, monkeypatch):
     """As two settings of one method are."""
     flags = [{"method": "mine"}, {"method": "yours"}, {"method": "yours", "q": 0.5}, {}]
     runs = [write_run(tmp_path / f"{i}", [metrics(1, 0.5)], **f) for i, f in enumerate(flags)]
@@ -77,9 +77,20 @@ def test_methods_that_the_legend_does_not_know_are_told_apart(tmp_path):
     assert [g.label for g in groups] == ["STAPO", "mine", "yours, q 0.75", "yours, q 0.5"]
     assert len({json.dumps(group.line) for group in groups}) == 4
     assert len({group.line["linestyle"] for group in groups[1:]}) == 3
+    monkeypatch.chdir(tmp_path)
+    figures.main([*map(str, runs), str(runs[0])])  # figures/ is of no run; a run counts once
+    assert {row["runs"] for row in read_csv(tmp_path / "figures" / "training.csv")} == {"1"}
+    assert not list(tmp_path.glob("*/figures"))
 
 
-def test_smoothing_spares_evaluations_and_other_problems_are_other_curves(tmp_path):
+def test_smoothing_spares_evaluations_and_other_problems_are_other_curves(tmp_path, monkeypatch):
+    labels, save = {}, figures.save
+
+    def read_labels(fig, path):
+        labels[path.stem] = {ax.get_ylabel(): ax.get_xlabel() for ax in fig.axes}
+        save(fig, path)
+
+    monkeypatch.setattr(figures, "save", read_labels)
     rows = [metrics(s, s / 10, silenced_fraction=1e-5 * (s % 2)) for s in range(1, 7)]
     evals = ((2, 10.0, 30, "1"), (4, 90.0, 8, "2"), (5, 50.0, 30, "3"), (6, 30.0, 30, "1"))
     for step, mean, problems, mark in evals:
@@ -95,6 +106,10 @@ def test_smoothing_spares_evaluations_and_other_problems_are_other_curves(tmp_pa
     curve, other = (f"eval/aime24, 30 problems #{mark * 6}" for mark in "13")
     expected = [(curve, 2, 10.0), (curve, 6, 30.0), (other, 5, 50.0)]
     assert found == [*expected, ("eval/aime24, 8 problems #222222", 4, 90.0)]
+    assert labels["training"]["policy entropy (nats)"] == "step (mean of the last 3 values)"
+    names = ("30 problems #111111", "30 problems #333333", "8 problems")
+    panels = {f"aime24, {name}\n(mean accuracy, %)": "step" for name in names}
+    assert labels["evaluation"] == labels["evaluation"] | panels
     for name in ("training", "quantiles", "updates", "evaluation"):
         check_png(run / "figures" / f"{name}.png", "#D55E00")
 

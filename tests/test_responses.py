@@ -80,3 +80,4 @@ def test_a_cut_is_told():
     _, text = page_of(make_response(["a"], silenced=[False]), cut)
     told = "12,345 tokens · 1 silenced · only tokens 3,001 to 3,003 are shown"
     assert text.count(told) == text.count("are shown") == 1
+    assert text.count('<p class="facts soft">answer 7 · A = +1.62 · ') == 2

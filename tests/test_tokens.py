@@ -91,7 +91,13 @@ def plain_tokens(model, tokenizer, step: int, batch, tau_p: float) -> list[dict]
 def test_everything_equals_a_plain_second_computation(
     tmp_path, tiny, tokenizer, collected, capsys, monkeypatch
 ):
-    drawn, draw = [], tokens.draw_gradients
+    drawn, draw, shown, save = [], tokens.draw_gradients, {}, tokens.save
+
+    def read_picture(fig, path):
+        shown[path.stem] = fig.axes[0]
+        save(fig, path)
+
+    monkeypatch.setattr(tokens, "save", read_picture)
     monkeypatch.setattr(tokens, "draw_gradients", lambda t, *x: (drawn.append(t), draw(t, *x)))
     monkeypatch.setattr(tokens, "SHOWN", 40)
     out = look(tmp_path / "out")
@@ -118,6 +124,10 @@ def test_everything_equals_a_plain_second_computation(
     for name in ("p", "norm"):
         right = pytest.approx([r[name] for r in truth], rel=1e-3, abs=2e-3)  # float32
         assert drawn[0][name].tolist() == right
+    halo, dots = shown["gradients"].collections
+    assert len(halo.get_offsets()) == len(silenced) and len(dots.get_offsets()) == len(truth)
+    assert sorted(dots.get_array()) == pytest.approx(sorted(r["entropy"] for r in truth), abs=2e-3)
+    assert set(shown["gradients"].lines[0].get_xdata()) == {0.1}
     frequent = json.loads((out / "tokens.json").read_text())
     for kind, fate in (("spurious", True), ("exploratory", False)):
         words = Counter(r["text"] for r in truth if r["low"] == (True, fate))
@@ -251,6 +261,9 @@ def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, undrawn, collected, mo
     changed = {"tau_p": 0.01, "method": "justrl", "output": "here"}
     assert cfg == dataclasses.replace(parse(folder)[0], **changed)
     assert output == "here"
+    config = json.loads((folder / "config.json").read_text()) | {"q": 0.5}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert (parse(folder)[0].q, parse(folder, "--method", "justrl")[0].q) == (0.5, 0.75)
     cfg, output = parse("--model", TINY, folder)
     assert (cfg.model, cfg.seed) == (str(TINY), 7) and Path(output).parent == Path("runs")
     older = folder / "checkpoints" / "step_000001"
