@@ -15,16 +15,19 @@ from reward import load_reward
 from rollout import Response
 
 
-def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0, silenced=()):
-    """A run with these accuracies at steps 1, 2, ..., evaluated before it and at its end."""
+def write(folder, accuracies, entropies=0.5, before=11.0, after=90.0):
+    """A run with these accuracies at steps 1, 2, ..., evaluated before it and at its end.
+
+    1 % of its tokens are silenced, all in step 1, where 5 % of right tokens are rare; later 7 %.
+    """
     folder.mkdir(parents=True)
     if isinstance(entropies, float):
         entropies = [entropies] * len(accuracies)
-    row = {"silenced_fraction": 0.01, "low_prob_fraction": 0.05}
     steps = enumerate(zip(accuracies, entropies, strict=True), 1)
-    rows = [row | {"step": step, "accuracy": a, "entropy": h} for step, (a, h) in steps]
-    for each, share in zip(rows, silenced):
-        each["silenced_fraction"] = share
+    rows = [{"step": step, "accuracy": a, "entropy": h} for step, (a, h) in steps]
+    for row in rows:
+        row |= {"silenced_fraction": 0, "low_prob_fraction": 0.07}
+    rows[0] |= {"silenced_fraction": 0.01 * len(rows), "low_prob_fraction": 0.05}
     more = {"problems": 2, "response_length": 30.0 + after, "truncated_fraction": 0.25}
     scores = [{"test": more | {"mean": mean, "no_box_fraction": 0.5}} for mean in (before, after)]
     rows = [{"step": 0, "eval": scores[0]}, *rows, {"step": len(rows), "eval": scores[1]}]
@@ -61,6 +64,8 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys):
     assert f"| tests/tiny | 2 | 5.0 | 1.00 | 85.5 ± 0.0 | {row}" in printed
     assert not any("noise 12 %" in line for line in printed)
     assert "| JustRL, four times the rate | 1 | 80 | 40 | 0.60 | 0.20 |" in printed
+    row = "| JustRL, four times the rate | 1 | 1.00 | 30.0 | 50.9 | 60.0 | 90.0 | 0.627 | 11.0 |"
+    assert row in printed  # 80 % itself counts
     assert "| JustRL, 100 steps | 1 | 60.0 | 90.0 | 90.0 | 0.400 |" in printed
     assert "| JustRL, 100 steps | 1 | +10.0 | +40.0 | +2.0 |" in printed
     assert (tmp_path / "replication.png").stat().st_size > 10_000
@@ -83,15 +88,14 @@ def test_errors_over_base_models_and_rows_under_sgd(tmp_path, capsys):
     assert f"| mean over base models | 2 | {row} | 1.00 ± 0.00 |" in printed
 
     for name, accuracy in (("STAPO", 0.8), ("STAPO, SGD", 0.5), ("JustRL, SGD", 0.6)):
-        steps, silenced = (25, [0.02] * 20 + [0.0] * 5) if name == "STAPO" else (20, ())
-        folder = tmp_path / f"tests-tiny-{name.replace(' ', '-')}-2"
-        write(folder, [accuracy] * steps, silenced=silenced)
+        steps = 25 if name == "STAPO" else 20
+        write(tmp_path / f"tests-tiny-{name.replace(' ', '-')}-2", [accuracy] * steps)
     replicate.report("why", tmp_path)
     printed = capsys.readouterr().out.splitlines()
     row = "| JustRL, SGD | 1 | +10.0 | +10.0 | +0.41 | 1.00 | +10.0 |"
     assert row in printed  # minus STAPO under SGD
     assert "| STAPO, SGD | 1 | 1.00 | 50.0 | 0.500 |" in printed
-    assert "| STAPO | 1 | 2.00 | 80.0 | 0.500 |" in printed  # 20 of its 25 steps
+    assert "| STAPO | 1 | 1.25 | 80.0 | 0.500 |" in printed  # 20 of its 25 steps
 
 
 def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
@@ -114,7 +118,7 @@ def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
     replicate.report("drift", tmp_path)
     # entropy 0.2 and 0.4: 0.3 ± 0.1; tokens 30 + 10 and 30 + 20; right 2 and 0 of 4, whatever the
     # reward has paid: the scores of the reward are 10 % and 20 %
-    cells = "0.30 ± 0.10 | 0.60 ± 0.20 | 0.90 ± 0.30 | 0.75 ± 0.25 | 5.00 ± 0.00 | 45.0 ± 5.0"
+    cells = "0.30 ± 0.10 | 0.60 ± 0.20 | 0.90 ± 0.30 | 0.75 ± 0.25 | 7.00 ± 0.00 | 45.0 ± 5.0"
     cells += " | 25.0 ± 0.0 | 50.0 ± 0.0 | 2 ± 1 | 25.0 ± 25.0"
     printed = capsys.readouterr().out.splitlines()
     assert f"| JustRL | 2 | {cells} |" in printed
@@ -130,15 +134,18 @@ def test_the_drift_table_is_taken_run_by_run(tmp_path, capsys):
 def test_whole_runs_are_not_run_again_and_others_begin_anew(tmp_path, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(replicate, "quiet_run", commands.append)
-    group = Group("JustRL", "justrl", range(2, 5), "--lr 1e-4", steps=3)
+    group = Group("JustRL", "justrl", range(2, 6), "--lr 1e-4", steps=3)
     write(tmp_path / f"{group.key}-2", [0.1] * 3)
     write(tmp_path / f"{group.key}-3", [0.1] * 2)  # a step is missing
     write(tmp_path / f"{group.key}-4", [0.1] * 3)
     with (tmp_path / f"{group.key}-4" / "metrics.jsonl").open("a") as log:
         log.write('{"step": 4, "accu')
+    write(tmp_path / f"{group.key}-5", [0.1] * 3)
+    rows = read_rows(tmp_path / f"{group.key}-5" / "metrics.jsonl")
+    write_rows(tmp_path / f"{group.key}-5" / "metrics.jsonl", *rows[:-1])  # its last evaluation
     replicate.run_all([group], tmp_path, jobs=1)
-    assert "1 of 3 runs are whole" in capsys.readouterr().out
-    for seed, command in zip("34", commands, strict=True):
+    assert "1 of 4 runs are whole" in capsys.readouterr().out
+    for seed, command in zip("345", commands, strict=True):
         assert command[:6] == "stapo.py @tests/tiny/args --method justrl --lr 1e-4".split()
         assert command[-4:] == ["--steps", "3", "--seed", seed]
         assert not (tmp_path / f"{group.key}-{seed}").exists()
@@ -165,6 +172,23 @@ def test_a_run_begins_from_the_finished_run_of_its_seed(tmp_path, monkeypatch):
         model = command[command.index("--model") + 1]
         assert model == str(finished / "checkpoints" / "step_000028")
         assert command[command.index("--data") + 1].endswith("tests/tiny/train.jsonl")
+
+
+def test_the_short_plan_has_fewer_rows_of_two_seeds(tmp_path, monkeypatch):
+    plans = []
+    monkeypatch.setattr(replicate, "run_all", lambda plan, *_: plans.append(plan))
+    for short in ([], ["--short"]):
+        argv = ["replicate.py", "--only", "methods", "--output", str(tmp_path), *short]
+        monkeypatch.setattr("sys.argv", argv)
+        replicate.main()
+    whole, short = plans
+    assert whole == replicate.PARTS["methods"].plan
+    assert short == [group._replace(seeds=range(2, 4)) for group in whole[:5]]
+
+
+def test_log_odds_are_finite_where_nothing_or_everything_is_right():
+    assert replicate.log_odds(100) == pytest.approx(9.21, rel=1e-3)
+    assert replicate.log_odds(0) == pytest.approx(-9.21, rel=1e-3)
 
 
 @pytest.mark.parametrize("part", replicate.PARTS)
