@@ -1,6 +1,7 @@
 """What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
 
 import contextlib
+import datetime
 import errno
 import io
 import json
@@ -186,6 +187,14 @@ def test_every_weight_of_a_large_matrix_counts():
     before = support.checkpoints.weights_fingerprint(model)
     model.weight.data[-1, -1] += 1
     assert support.checkpoints.weights_fingerprint(model) != before
+
+
+def test_a_fingerprint_sees_what_json_cannot_hold():
+    """A date column of a .parquet file, but no address in memory and no order of columns."""
+    values = [datetime.date(2024, 1, 1), datetime.date(2024, 1, 2), datetime.time(1), b"1", b"2"]
+    assert len({files.fingerprint([value]) for value in values}) == 5
+    assert files.fingerprint([object()]) == files.fingerprint([object()])
+    assert files.fingerprint({"a": 1, "b": 2}) == files.fingerprint({"b": 2, "a": 1})
 
 
 def test_the_model_and_the_data_may_move(finished, tmp_path, capsys):

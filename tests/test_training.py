@@ -466,7 +466,7 @@ def test_a_chat_template_is_the_runs_own_and_so_are_wrong_golds(tmp_path, capsys
     flags = f"--data {tmp_path}/rows.jsonl --chat_template {tmp_path}/own.jinja --steps 1"
     (line,) = run(tmp_path / "run", flags)
     said = capsys.readouterr().err
-    assert line["accuracy"] == 0
+    assert line["accuracy"] == 0 and line["low_prob_fraction"] is None
     assert "step 1: no response is right; an answer in the data is 'none'" in said
     saved = rollout.load_tokenizer(str(tmp_path / "run/checkpoints/step_000001"))
     assert saved.chat_template == template
@@ -601,6 +601,30 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys, flags, names
     (tmp_path / "broken.py").write_text("1 / 0")
     message = refused(capsys, f"{FLAGS} --output {tmp_path}/run {flags.format(folder=tmp_path)}")
     assert names in message.strip().splitlines()[-1]
+
+
+def test_a_number_below_its_least_is_refused_by_name(monkeypatch):
+    counts = "steps batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last "
+    counts += "tokens_per_micro_batch"
+    others = "warmup_steps weight_decay eps_low eps_high beta save_every save_minutes eval_every "
+    others += "eval_limit eval_samples log_samples threads"
+    least = dict.fromkeys(counts.split(), 1) | dict.fromkeys(others.split(), 0)
+    for name, value in least.items():
+        with pytest.raises(InputError, match=f"^--{name} {value - 1}: must be at least {value}"):
+            stapo.check_flags(Config(**{name: value - 1}))
+    with pytest.raises(InputError, match="^--beta inf: "):
+        stapo.check_flags(Config(beta=math.inf))
+    monkeypatch.setattr(stapo, "world_size", lambda: 3)
+    with pytest.raises(InputError, match="^--mini_batch_size 8: not a multiple of 3 ranks"):
+        stapo.check_flags(Config())
+
+
+def test_the_cost_of_a_step_by_hand(monkeypatch):
+    """5 s of rollout, 15 s of updates."""
+    monkeypatch.setattr(stapo.time, "monotonic", lambda: 30.0)
+    cost = stapo.cost_metrics(600, began=10.0, collected=15.0)
+    assert (cost["rollout_seconds"], cost["update_seconds"]) == (5, 15)
+    assert cost["tokens_per_second"] == 30
 
 
 def test_epochs_visit_every_problem_once():
