@@ -244,7 +244,6 @@ def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Ten
         return token.masked_fill(largest.isnan(), -1)
     cumulative = logits.softmax(-1, dtype=torch.float64).cumsum(-1)  # (R, V)
     token = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    token = token.clamp(max=logits.shape[1] - 1)  # a product next to the sum can be rounded up
     return token.masked_fill(cumulative[:, -1:].isnan(), -1)
 
 

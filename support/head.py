@@ -128,5 +128,5 @@ def use_float32_head(model: Model) -> Model:
     if type(old) is torch.nn.Linear:
         head = Float32Head(old.in_features, old.out_features, bias=False, device="meta")
         head.weight, head.bias = old.weight, old.bias
-        model.set_output_embeddings(head.train(old.training))
+        model.set_output_embeddings(head)
     return model

@@ -24,7 +24,7 @@ def fuse_norms(model: Model) -> Model:
             if is_rms_norm(norm):
                 fused = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
                 fused.weight = norm.weight
-                setattr(parent, name, fused.train(norm.training))
+                setattr(parent, name, fused)
     return model
 
 
