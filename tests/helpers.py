@@ -45,6 +45,8 @@ FAMILIES = {
     "llama": transformers.LlamaConfig(**SHAPE),
     "mistral, windows": transformers.MistralConfig(**SHAPE, sliding_window=12),
     "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
+    # positions that are counted from the attention mask
+    "opt": transformers.OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3),
     # a mask of its own; an attention of its own (two)
     "doge": transformers.DogeConfig(**SHAPE),
     # logits with a scale; with a bias
