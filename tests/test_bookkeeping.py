@@ -24,6 +24,7 @@ import torch
 import tqdm
 from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, stopped, weights
 from ranks import begin
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
@@ -230,17 +231,18 @@ def test_the_model_and_the_data_may_move(finished, tmp_path, capsys):
         ("config.json", 20),
         ("trainer/.metadata", None),
         ("trainer/.metadata", 0),
+        ("trainer/.metadata", "zeros"),  # as after a power cut
         ("trainer/__0_0.distcp", 1000),
     ],
 )
 def test_a_damaged_checkpoint_is_named_with_the_one_before_it(
     finished, tmp_path, capsys, caplog, file, size
 ):
-    """size: what is left of a file; None: it is missing."""
+    """size: what is left of a file; None: it is missing; "zeros": its bytes are all 0."""
     output = shutil.copytree(finished, tmp_path / "run")
     newest = output / "checkpoints" / "step_000002"
     damaged = newest / file
-    damaged.write_bytes(damaged.read_bytes()[:size])
+    damaged.write_bytes(bytes(1000) if size == "zeros" else damaged.read_bytes()[:size])
     if size is None:
         damaged.unlink()
     message = refused(capsys, f"--resume {output} --steps 3")
@@ -348,9 +350,11 @@ def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    """The disk is full after half of the text."""
-    file, real = tmp_path / "config.json", Path.write_text
+    """The disk is full after half of the text. A text is on the disk before it gets its name."""
+    file, real, synced = tmp_path / "config.json", Path.write_text, []
+    monkeypatch.setattr(files, "sync", lambda path: synced.append(path.read_text()))
     files.write_whole(file, "the old text")
+    assert synced == ["the old text"] and not list(tmp_path.glob("*.partial"))
 
     def half(path, text, *args):
         real(path, text[: len(text) // 2], *args)
@@ -360,6 +364,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="config.json cannot be written: .*No space left"):
         files.write_whole(file, "the new text")
     assert file.read_text() == "the old text"
+    # The library of the weights has an error of its own.
+    with pytest.raises(InputError, match="step_000001 cannot be written: I/O error"):
+        with support.checkpoints.saving(tmp_path / "step_000001"):
+            raise SafetensorError("I/O error: No space left on device")
 
 
 def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypatch):
