@@ -159,6 +159,8 @@ def test_an_environment_that_cannot_work_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit, match="^stapo.py: 4 ranks on a host of 2 GPUs: .* 2$"):
         stapo.main(["@tests/tiny/args"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    distributed.refuse_environment()  # a rank for each GPU
 
 
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):

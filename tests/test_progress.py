@@ -28,6 +28,18 @@ def test_what_is_left_is_as_long_as_a_usual_recent_step(seconds, steps, words):
     assert progress.time_left(lines, steps) == words
 
 
+def test_responses_are_shown_at_powers_of_two_and_at_the_end(capsys):
+    """Without a right answer in the data, step 1 has none that boxes could be compared with."""
+    line = dict.fromkeys("accuracy entropy silenced_fraction sampling_z sampling_gap".split(), 0.0)
+    line |= {"response_length": 9.0, "rollout_seconds": 1.0, "update_seconds": 1.0}
+    sample = {"problem": "1+1", "gold": "", "response": "?", "reward": -1.0}
+    for step in range(1, 7):
+        progress.report_step(line | {"step": step}, sample, 6, [])
+    out, err = capsys.readouterr()
+    assert re.findall(r"^--- step (\d)", out, re.MULTILINE) == ["1", "2", "4", "6"]
+    assert "no response is right" not in err
+
+
 def test_the_line_of_a_step_ends_with_the_time_left(tmp_path, capsys, monkeypatch):
     """The last step has none; a resumed run counts the steps that it has left."""
     asked, real = [], progress.time_left

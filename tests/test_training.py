@@ -437,12 +437,12 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
 
 def test_three_updates_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
     """The second is finite, so the third to the fifth are the first three in a row."""
-    norms = iter(torch.tensor([math.nan, 1.0, math.nan, math.nan, math.nan]))
+    norms = iter(torch.tensor([math.nan, 1.0, math.inf, math.nan, math.nan]))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
     with pytest.raises(SystemExit, match="step 5: three updates"):
         run(tmp_path / "run", "--steps 6 --mini_batch_size 4")
     written = [row["grad_norm"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
-    assert written == [None, 1.0, None, None]  # JSON has no NaN
+    assert written == [None, 1.0, None, None]  # JSON has neither
 
 
 def test_prompts_as_long_as_the_limit_are_kept(tokenizer):
