@@ -379,6 +379,19 @@ def test_rows_take_four_fifths_of_the_free_memory(family, width, monkeypatch):
             assert decoding.rows_that_fit(model, 1, batch_size, top_p) == fit
 
 
+def test_a_forward_over_prompts_stays_within_its_tokens(random_model, tokenizer, monkeypatch):
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 40)
+    model, sizes = random_model(), []
+
+    def look(_module, _args, given):
+        if given["attention_mask"] is None:  # a prompt's last token is decoded
+            sizes.append(given["input_ids"].shape)
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    in_order(sample(model, tokenizer, random_prompts(12, 24), max_new_tokens=2))
+    assert len(sizes) > 3 and all(rows == 1 or rows * width <= 40 for rows, width in sizes)
+
+
 def test_a_freed_slot_takes_the_next_prompt(random_model, monkeypatch):
     """Decoding steps as counted by hand: a slot is idle for less than CHECK_EVERY steps.
 
