@@ -180,6 +180,8 @@ def test_a_folder_of_somebody_else_is_refused_and_left(finished, tmp_path, capsy
     assert "holds no run" in refused(capsys, f"--resume {tmp_path}/model --steps 9")
     assert contents(tmp_path) == before
     (notes / "notes.txt").unlink()
+    for name in ("config.partial", ".DS_Store"):  # half of a file, and what nobody has written
+        (notes / name).touch()
     run(notes, "--steps 1")  # what a run leaves that ended before its first step
 
 
@@ -285,6 +287,9 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder.RunFolder, "save_is_due", save_is_due)
     run(tmp_path / "run", "--steps 7 --keep_last 2 --save_minutes 60 --threads 3")
     assert threads[-1] == 3 and due == [3, 6]
+    again = shutil.copytree(tmp_path / "run", tmp_path / "again")
+    stapo.main(f"--resume {again} --steps 8 --save_minutes 0".split())
+    assert due == [3, 6]  # 0 minutes: never
     folders = checkpoints(tmp_path / "run")
     assert [step_of(folder) for folder in folders] == [6, 7]
     assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size

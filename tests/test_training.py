@@ -235,7 +235,7 @@ def test_every_group_of_parameters_gets_the_rate(tmp_path, monkeypatch):
 
 
 def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
-    """A zero gradient is not a missing one: AdamW decays the weights."""
+    """A zero gradient is not a missing one: AdamW decays the weights. None stays in memory."""
     batch, current = make_mini_batch(model, groups=("---", "+++"))
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -244,6 +244,7 @@ def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
     assert totals["loss"] == 0 and totals["grad_norm"] == 0
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] * (1 - 0.001))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_mask_that_keeps_nothing_is_a_step_of_zero_gradients(model, policy):
