@@ -185,6 +185,14 @@ def test_a_folder_of_somebody_else_is_refused_and_left(finished, tmp_path, capsy
     run(notes, "--steps 1")  # what a run leaves that ended before its first step
 
 
+def test_rank_0_names_the_directory(tmp_path, monkeypatch):
+    """A default name holds the time, and two ranks can see two seconds."""
+    rank_0 = {f"{tmp_path}/12:00:01": f"{tmp_path}/12:00:00"}
+    monkeypatch.setattr(run_folder, "broadcast", lambda value: rank_0.get(value, value))
+    made = run_folder.RunFolder(f"{tmp_path}/12:00:01", {"resume": "", "steps": 1})
+    assert [made.path] == list(tmp_path.iterdir()) == [tmp_path / "12:00:00"]
+
+
 def test_every_weight_of_a_large_matrix_counts():
     model = torch.nn.Linear(2**12, 2**12 + 1, bias=False)  # more than is summed at a time
     before = support.checkpoints.weights_fingerprint(model)

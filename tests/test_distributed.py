@@ -104,6 +104,9 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     assert rows[0] == rows[1] and rows[0].count(b"\n") == 15
     saved = [[p.name for p in checkpoints(tmp_path / name)] for name in "12"]
     assert saved == [["step_000002"], ["step_000001", "step_000002"]]
+    again = ["--resume", str(tmp_path / "2")]  # both ranks know that nothing is left to evaluate
+    assert launch(stapo.main, 2, tmp_path / "log", again, timeout=60) == [0, 0]
+    assert lines(tmp_path / "2") == two
 
 
 APART = "--output run: ranks see different directories; put it on a file system that .* share"
