@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import pickle
 import re
 import shutil
 import warnings
@@ -141,10 +140,9 @@ def patiently() -> dict:
 @contextlib.contextmanager
 def loading(checkpoint: Path | None) -> Iterator[None]:
     """Around code that loads a checkpoint: a damaged one is an InputError. None: no checkpoint."""
-    damage = OSError, ValueError, SafetensorError, EOFError, pickle.UnpicklingError
     try:
         yield
-    except (*damage, dcp.api.CheckpointException) as error:
+    except (OSError, ValueError, dcp.api.CheckpointException) as error:
         if checkpoint is None:
             raise
         run = checkpoint.parent.parent
