@@ -308,7 +308,8 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
 
 
 def test_other_refusals(tmp_path):
-    model = load_model(str(TINY))
+    model, dropout = load_model(str(TINY)), load_model(str(TINY))
+    dropout.config.attention_dropout = 0.5
     refused = [
         ("gradient_accumulation_steps=2", {"micro_batches": 2, "steps_per_generation": 5}),
         ("vllm_importance_sampling_correction=True", {"use_vllm": True}),
@@ -319,6 +320,7 @@ def test_other_refusals(tmp_path):
         ("q=1.5", {"settings": {"q": 1.5}}),
         ("tau_p=-1", {"settings": {"tau_p": -1}}),
         ("dtype: .*bfloat16.*4 or 8 bits", {"model": load_model(str(TINY), torch.bfloat16)}),
+        ("attention_dropout", {"model": dropout}),
         # TRL would train nothing and save the untrained model.
         ("train_dataset: 64 prompts, .* 128", {"per_device_train_batch_size": 64}),
     ]
@@ -485,10 +487,12 @@ def test_prompts_and_stops_are_those_of_stapo(tmp_path, engine, chat):
     argv = small(tmp_path / "run")
     argv += ["--model_name_or_path", f"{tmp_path}/model"] * chat
     problem = json.loads((TINY / "train.jsonl").read_text().splitlines()[0])["problem"]
+    ids = encode_prompt(tokenizer, problem, "Think.")
+    argv += ["--max_prompt_tokens", str(len(ids)), "--tau_p", "0.01", "--q", "0.5"]
     for flags in ([], ["--use_vllm"]):
         trainer = trl_stapo.make_trainer(argv + flags + ["--instruction", "Think."])
+        assert (trainer.tau_p, trainer.q) == (0.01, 0.5)
         prompts = [trainer.train_dataset[0]["prompt"]]
-        ids = encode_prompt(tokenizer, problem, "Think.")
         assert trainer._tokenize_prompts(prompts)[0] == [ids]
         stops = [0, *tokenizer.convert_tokens_to_ids(["<|im_end|>"])] if chat else [0]
         assert trainer.eos_token_ids == stops
