@@ -213,6 +213,7 @@ def check_shapes(advantages: torch.Tensor, mask: torch.Tensor) -> None:
     """Raise a ValueError unless mask is (B, T) bool and advantages (B,): others would broadcast.
 
     If each token has its own advantage, or tokens are packed, make each token a row: T is 1.
+    grpo_loss is an exception: it averages each row, so its rows must be responses.
     """
     if mask.dtype != torch.bool or mask.dim() != 2 or advantages.shape != mask.shape[:1]:
         text = f"mask must be (B, T) bool: it is {tuple(mask.shape)} {mask.dtype}. "
