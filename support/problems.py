@@ -28,8 +28,8 @@ def load_problems(
 ) -> list[dict[str, Any]]:
     """The distinct problems of a Hub data set or a .jsonl, .json or .parquet file, in their order.
 
-    The problem is the column `problem`, `question` or `prompt`: text, or a chat (DAPO-Math-17k's,
-    without its wrapper). The answer is `answer`, `final_answer` or `reward_model["ground_truth"]`.
+    The problem is the column `problem`, `question` or `prompt`: text or a chat, without the wrapper
+    of DAPO-Math-17k. The answer is `answer`, `final_answer` or `reward_model["ground_truth"]`.
     If a problem comes twice, its first row is taken.
 
     Returns [{"problem": str, "answer": str}]. Rows whose answer is empty, `proof` or `notfound` are
@@ -114,16 +114,17 @@ def read_row(row: dict) -> tuple[str, str | None]:
 
 
 def problem_text(value: Any) -> str:
-    """Text as it is; of a chat the user's last turn, or "" if others than an assistant speak.
+    """Text; of a chat the user's last turn, or "" if others than an assistant speak.
 
-    A number is the problem's number, so it gives "".
+    DAPO-Math-17k's wrapper is taken off, also in a copy with plain text. A number is the problem's
+    number, so it gives "".
     """
-    if not isinstance(value, list):
-        return value.strip() if isinstance(value, str) else ""
-    turns = [turn if isinstance(turn, dict) else {"content": turn} for turn in value]
-    last_turns = {str(turn.get("role") or "user"): turn.get("content") for turn in turns}
-    last = last_turns.get("user") if last_turns.keys() <= {"user", "assistant"} else None
-    text = "" if isinstance(last, list) else cell_text(last) or ""
+    if isinstance(value, list):
+        turns = [turn if isinstance(turn, dict) else {"content": turn} for turn in value]
+        last_turns = {str(turn.get("role") or "user"): turn.get("content") for turn in turns}
+        last = last_turns.get("user") if last_turns.keys() <= {"user", "assistant"} else None
+        value = "" if isinstance(last, list) else cell_text(last)
+    text = value.strip() if isinstance(value, str) else ""
     wrapped = DAPO_WRAPPER.fullmatch(text)
     return wrapped[1].strip() if wrapped else text
 

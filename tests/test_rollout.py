@@ -618,10 +618,19 @@ def test_dapo_rows_are_unwrapped_and_distinct():
     assert {p["answer"] for p in problems} == answers
 
 
+WRAPPED = (  # as DAPO-Math-17k does
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    '1+1\n\nRemember to put your answer on its own line after "Answer:".'
+)
+
+
 @pytest.mark.parametrize(
     ("row", "answer"),
     [
         ({"problem": " 1+1 ", "answer": "2"}, "2"),
+        ({"problem": WRAPPED, "answer": "2"}, "2"),
+        ({"prompt": [{"content": WRAPPED}], "answer": "2"}, "2"),
         ({"prompt": "all of it", "question": "1+1", "final_answer": "3", "answer": "2"}, "2"),
         ({"prompt": "?", "question": "all of it", "problem": "1+1", "answer": "2"}, "2"),
         ({"question": "1+1", "answer": 2}, "2"),
