@@ -18,6 +18,7 @@ from reward import load_reward
 from rollout import Response, load_model
 from stapo import clipped_loss, group_advantages, spurious_mask, stapo_loss
 from support import distributed
+from support.errors import RewardError
 
 
 def test_the_copied_section_needs_torch_alone(tmp_path):
@@ -180,6 +181,8 @@ def test_dapos_rule_by_hand(tmp_path, monkeypatch):
     half = {"reward_model": {"ground_truth": r"\frac{1}{2}"}}
     assert dapo(r"\boxed{\frac{1}{2}}", {"row": half}) == 1.0
     assert dapo(r"\boxed{\frac{1}{2}+1}", {"row": half}) == -1.0
+    with pytest.raises(RewardError, match="reward_model"):
+        dapo("no box", {"row": {"answer": "34"}})
 
 
 def test_own_reward_example_and_its_trial(tmp_path, monkeypatch, capsys):
