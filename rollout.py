@@ -61,7 +61,10 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
     elif chat_template:
         try:
             tokenizer.chat_template = Path(chat_template).read_text("utf-8")
-            encode_prompt(tokenizer, "?")
+            turns = [{"role": "user", "content": "<?>"}]
+            options = {"tokenize": False, "add_generation_prompt": True}
+            if "<?>" not in tokenizer.apply_chat_template(turns, **options):
+                raise ValueError("it leaves the problem out")
         except (OSError, ValueError, TemplateError) as error:
             reason = f"cannot be used as a chat template ({first_line(error)})"
             raise InputError(f"--chat_template {chat_template}: {reason}") from error

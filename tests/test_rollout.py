@@ -548,7 +548,8 @@ def test_the_chat_template_may_be_another_or_none(tmp_path):
     prompts = [t.decode(encode_prompt(t, "1+2", "")) for t in (ours, other, none)]
     assert ours.chat_template == CHAT
     assert prompts[1:] == ["Be brief. 1+2 Answer:", "1+2\n"] and "assistant" in prompts[0]
-    for text in ("{% if %}", "{{ raise_exception('no user') }}", None):
+    without = "User: {{ messages[0].text }} Answer:"  # the field of the problem is content
+    for text in ("{% if %}", "{{ raise_exception('no user') }}", without, None):
         file.write_text(text) if text else file.unlink()
         with pytest.raises(rollout.InputError, match="^--chat_template .*other.jinja: cannot be"):
             rollout.load_tokenizer(str(tmp_path), str(file))
