@@ -14,6 +14,7 @@ from support.progress import bar, quiet_datasets, say
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
+OPTION_COLUMNS = ("choices", "options")  # of MMLU and MMLU-Pro
 # DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
 DAPO_WRAPPER = re.compile(
     r"\s*Solve the following math problem step by step\. The last line of your response should be "
@@ -39,7 +40,7 @@ def load_problems(
     rows = load_rows(source, split)
     columns = f"its columns are {', '.join(rows.column_names)}"
     if not whole_rows:
-        known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS}
+        known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS, *OPTION_COLUMNS}
         rows = rows.select_columns([name for name in rows.column_names if name in known])
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer = 0
@@ -48,6 +49,10 @@ def load_problems(
         if not problem:
             what = "problem that is text, or a chat of user and assistant alone"
             raise InputError(f"{source}: row {number} has no {what}; {columns}")
+        if lacks_options(problem, row):
+            what = f"{' or '.join(OPTION_COLUMNS)} that the problem does not contain"
+            hint = "add them to its text, or leave their column out"
+            raise InputError(f"{source}: row {number} has {what}: {hint}")
         if whole_rows:
             problems.setdefault(problem, {"problem": problem, "answer": answer or "", "row": row})
         elif answer is None:
@@ -111,6 +116,13 @@ def read_row(row: dict) -> tuple[str, str | None]:
         answers.append(answer_text(row["reward_model"].get("ground_truth")))
     missing = None if None in answers else ""
     return next(filter(None, problems), ""), next(filter(None, answers), missing)
+
+
+def lacks_options(problem: str, row: dict) -> bool:
+    """Whether a row has a column of options, and one of these is not in the problem's text."""
+    columns = [row.get(name) or [] for name in OPTION_COLUMNS]
+    options = [x for column in columns for x in (column if isinstance(column, list) else [column])]
+    return any(x is not None and str(x).strip() not in problem for x in options)
 
 
 def problem_text(value: Any) -> str:

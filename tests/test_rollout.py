@@ -658,6 +658,18 @@ def test_of_rows_with_the_same_problem_the_first_counts(tmp_path):
     assert load_problems(write_rows(tmp_path / "rows.jsonl", *rows)) == rows[:1]
 
 
+@pytest.mark.parametrize("column", ["choices", "options"])
+def test_options_must_be_in_the_problem(tmp_path, column):
+    """MMLU-Pro and MMLU have them in a column of their own, which the policy never sees."""
+    rows = [{"question": "1+1?\nA. 1\nB. 2", "answer": "B", column: ["1", " 2"]},
+            {"question": "1+2?", "answer": "3", column: None}]  # fmt: skip
+    assert len(load_problems(write_rows(tmp_path / "rows.jsonl", *rows))) == 2
+    file = write_rows(tmp_path / "without.jsonl", *rows, rows[0] | {"question": "1+1?"})
+    for whole_rows in (False, True):
+        with pytest.raises(rollout.InputError, match="row 3 has choices or options that the prob"):
+            load_problems(file, whole_rows=whole_rows)
+
+
 def test_cells_as_text():
     cells = (Decimal("2.50"), Decimal("NaN"), 10**400, ["", ""], ["2", ""], [2, 0.5], None)
     texts = ["2.50", None, str(10**400), "", "2", "2, 0.5", ""]
