@@ -29,8 +29,8 @@ Right answers that are refused:
   integrals, set builders, piecewise functions, and words with the same meaning;
 - irrational numbers above about 10^300, and rational numbers with more than 4,096 bits.
 Answers that are accepted although they differ:
-- units are dropped, not compared: 15 cm^3 counts for 15 cm^2, 5 \text{ PM} for 5 \text{ AM}, and
-  \sin 30 for \sin 30^\circ;
+- units are dropped, not compared: 15 cm^3 counts for 15 cm^2, 3 \text{ blue} for 3 \text{ red}, and
+  \sin 30 for \sin 30^\circ. Only opposites such as 5 \text{ PM} and 5 \text{ AM} differ;
 - a base or a modulus may be missing, 5 for 5_7 and 5 \pmod 7, because the question mentions it;
 - a row counts for a column;
 - 3 \approx 2 counts for 3, and \int_0^1 x dx = 3 counts for 3;
@@ -438,6 +438,18 @@ def _same_text(a: str, b: str) -> bool:
     return a == b
 
 
+# Words that are dropped like units, but of which one contradicts another: 20% increase, decrease.
+_OPPOSITES = "am|pm", "even|odd", "increas|decreas", "profit|loss", "gain|loss"
+_OPPOSITES += "north|south|east|west", "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_OPPOSITES = [re.compile(rf"(?<![a-z\\])(?:{words})") for words in _OPPOSITES]
+
+
+def _are_opposites(a: str, b: str) -> bool:
+    a, b = (text.lower().replace(".", "") for text in (a, b))
+    pairs = [(words.findall(a), words.findall(b)) for words in _OPPOSITES]
+    return any(x and y and {*x}.isdisjoint(y) for x, y in pairs)
+
+
 def math_equal(a: str, b: str) -> bool:
     """Whether two final answers, without their boxes, are equal.
 
@@ -446,6 +458,8 @@ def math_equal(a: str, b: str) -> bool:
     a, b = a.strip(), b.strip()
     if a == b or max(len(a), len(b)) > MAX_CHARS:
         return _same_text(a, b)
+    if _are_opposites(a, b):
+        return False
     a, b = clean(a), clean(b)
     if not a or not b:
         return False

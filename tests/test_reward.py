@@ -117,7 +117,10 @@ L = \lim_{n\to\infty} a_n = \frac12 = 0.5 | 0.5
 -2 | \det \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} = -2
 2:3 | 4:6
 09:30 | 9:30
-10:30 \text{ a.m.} | 10:30
+10:30 \text{ a.m.} | 10:30 | 10:30 \text{ AM}
+20\% | 20\% \text{ increase} | 20\% \text{ increased}
+3 | 3 \text{ km north} | 3 \text{ km north-west} | 3 \text{ km NorthEast}
+\pm a m | \pm am
 1:20 | \frac{1}{20}
 \\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
@@ -149,6 +152,12 @@ x | |x| | y | \dot{x} | x = y | x = \sum_{k=1}^{2} k =
 (2:15) | (4:30)
 2:15 PM | 4:30 PM
 10:30 AM | 10:30 PM
+5 \text{ a.m.} | 5 \text{ p.m.}
+20\% \text{ increase} | 20\% \text{ decrease} | 20% decrease
+\text{a loss of } \$5 | \$5 \text{ profit} | a gain of 5
+n \text{ is even} | n \text{ is odd}
+3 \text{ km east} | 3 km west
+\text{May } 5 | 5 \text{ June}
 2 | 2^{nd} | 2 {{}{}} | n \bmod 5 = 2 | 17 \bmod 0 = 2 | |x| = 2 | |x-3| = 2 | |-3 < 2| = 2
 2 | P(1|2) = 2 | \lim_{x \to 0} x \ne 2 | \lim_{x \to 0} x = 2 \le 3 | \lim_{x \to 0} x \le 1 = 2
 2 | \int_0^a x \,dx = 2 | \int_0^\alpha x \,dx = 2
