@@ -24,7 +24,8 @@ _VALUE_WORDS = (  # words that change a value: a text with one of them is no uni
     "least|most|about|approx[a-z]*|around|roughly|nearly|almost|between|more|less|fewer|greater|"
     "larger|smaller|over|under|above|below|up|not?|without|except|minus|plus|negative|squared|"
     "cubed|factorial|reciprocal|root of|multiples?|twice|double|triple|half|halves|quarters?|"
-    "or|maybe|perhaps|possibly|per mille|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
+    "(?:power|divisor|factor)s? of|divisible|or|maybe|perhaps|possibly|per mille|"
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|"
     "eleven|twelve|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|"
     "millionth|dozen|hundred|thousand|million|billion|trillion)s?"
 )

@@ -118,6 +118,7 @@ L = \lim_{n\to\infty} a_n = \frac12 = 0.5 | 0.5
 2:3 | 4:6
 09:30 | 9:30
 10:30 \text{ a.m.} | 10:30 | 10:30 \text{ AM}
+12 | 12 \text{ divisors} | 12 \text{ factors} | 12 divisors
 20\% | 20\% \text{ increase} | 20\% \text{ increased}
 3 | 3 \text{ km north} | 3 \text{ km north-west} | 3 \text{ km NorthEast}
 \pm a m | \pm am
@@ -156,6 +157,8 @@ x | |x| | y | \dot{x} | x = y | x = \sum_{k=1}^{2} k =
 20\% \text{ increase} | 20\% \text{ decrease} | 20% decrease
 \text{a loss of } \$5 | \$5 \text{ profit} | a gain of 5
 n \text{ is even} | n \text{ is odd}
+2 | \text{all powers of } 2 | \text{a power of } 2 | \text{divisors of } 2
+3 | \text{numbers divisible by } 3 | \text{factors of } 3
 3 \text{ km east} | 3 km west
 \text{May } 5 | 5 \text{ June}
 2 | 2^{nd} | 2 {{}{}} | n \bmod 5 = 2 | 17 \bmod 0 = 2 | |x| = 2 | |x-3| = 2 | |-3 < 2| = 2
