@@ -741,6 +741,9 @@ def test_what_cannot_be_read_is_described(tmp_path):
         (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
         with pytest.raises(rollout.InputError, match=f"cannot be read as a dataset .*{message}"):
             load_problems(str(tmp_path))
+    (tmp_path / "torn.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n{"problem": "1+')
+    with pytest.raises(rollout.InputError, match="cannot be read .*Missing a closing quotation"):
+        load_problems(str(tmp_path / "torn.jsonl"))
 
 
 USER = {"role": "user", "content": "1+1"}
