@@ -91,7 +91,7 @@ def load_rows(source: str, split: str) -> Any:
         files = glob.escape(source)  # `datasets` takes a name with [, * or ? for a pattern
         return datasets.load_dataset(builder, version, data_files=files, split="train")
     except Exception as error:  # datasets raises a dozen unrelated kinds
-        # Of a file that cannot be parsed only the cause says where. Line 2 lists a Hub set's configs.
+        # Only the cause says where a file cannot be parsed. Line 2 lists the configs of a Hub set.
         cause = error.__cause__ if builder and error.__cause__ else error
         reason = " ".join(str(cause).splitlines()[:2])
         raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error
