@@ -462,9 +462,13 @@ def test_what_the_terminal_cannot_show_is_escaped():
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
-    """Sent to every process, as schedulers do: a rank gets a second one from torchrun."""
+    """Sent to every process, as schedulers do: a rank gets a second one from torchrun.
+
+    A lost terminal ends nothing with the flags that docs/training.md gives to nohup and torchrun.
+    """
     output = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "stapo.py"]
+    command = f"nohup {sys.executable} -m torch.distributed.run --nproc-per-node 2".split()
+    command += ["--signals-to-handle", "SIGTERM,SIGINT", "stapo.py"]
     command += f"{FLAGS} --steps 1000 --output {output}".split()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with open(tmp_path / "log", "w") as log:
@@ -473,10 +477,11 @@ def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
             **{"cwd": ROOT, "env": environment, "stdout": log, "stderr": log},
             start_new_session=True,
         )
-        while not (output / "metrics.jsonl").exists() or not lines(output):
-            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGTERM)
+        for steps, number in ((1, signal.SIGHUP), (3, signal.SIGTERM)):
+            while not (output / "metrics.jsonl").exists() or len(lines(output)) < steps:
+                assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.05)
+            os.killpg(process.pid, number)
         process.wait(timeout=60)
     done = len(lines(output))
     assert [p.name for p in checkpoints(output)] == [f"step_{done:06d}"]

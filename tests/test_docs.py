@@ -23,7 +23,8 @@ README = ROOT / "README.md"
 RECIPES = sorted((ROOT / "recipes").iterdir())
 # Flags of torchrun, sbatch, docker and pip, and TRL's, which tests/test_trl.py runs.
 OTHER_FLAGS = set(
-    """nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout signal pid help jobs gpus
+    """nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout signals-to-handle signal
+    pid help jobs gpus
     shm-size ipc extra-index-url num_processes model_name_or_path output_dir max_steps
     num_generations per_device_train_batch_size gradient_accumulation_steps use_peft lora_r
     learning_rate cpu use_cpu
