@@ -521,26 +521,29 @@ class Method(NamedTuple):
     choose: Callable[[Batch, TokenStats, Config], Choice]  # from p and H under pi_theta
     reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
     divides_by: Literal["kept", "tokens", "responses"]  # the denominator: a key of count_tokens
-    refuses: str = ""  # flags that it does not use: they must keep their defaults
+    uses: str = ""  # flags that not every method uses: the others refuse them
     kl: bool = False  # a KL term to the starting model, weighted by --beta; needs "responses"
 
 
 METHODS = {
-    "stapo": Method(silence_spurious, "A > 0", "kept"),
-    "justrl": Method(keep_all, "none", "tokens", refuses="q quantile_over"),
+    "stapo": Method(silence_spurious, "A > 0", "kept", uses="q quantile_over"),
+    "justrl": Method(keep_all, "none", "tokens"),
     # divides by each response's length, too; clips at eps_low on both sides
-    "grpo": Method(keep_all, "none", "responses", refuses="q quantile_over eps_high", kl=True),
+    "grpo": Method(keep_all, "none", "responses", kl=True),
     # divides by all tokens, the dropped ones included
-    "20-entropy": Method(keep_high_entropy, "all", "tokens", refuses="q quantile_over"),
-    "full-mask": Method(silence_candidates, "A > 0", "kept", refuses="q quantile_over"),
-    "high-entropy": Method(silence_high_entropy, "A > 0", "kept", refuses="quantile_over"),
-    "random": Method(silence_random, "A > 0", "kept", refuses="quantile_over"),
+    "20-entropy": Method(keep_high_entropy, "all", "tokens"),
+    "full-mask": Method(silence_candidates, "A > 0", "kept"),
+    "high-entropy": Method(silence_high_entropy, "A > 0", "kept", uses="q"),
+    "random": Method(silence_random, "A > 0", "kept", uses="q"),
 }
 
 
 def refused_flags(method: Method) -> list[str]:
-    """Return the names of the flags that a method does not use."""
-    return method.refuses.split() + ([] if method.kl else ["beta"])
+    """Return the names of the flags that a method does not use: they must keep their defaults."""
+    known = " ".join(each.uses for each in METHODS.values()).split()
+    refused = sorted(set(known) - set(method.uses.split()))
+    refused += [] if method.kl else ["beta"]
+    return refused + (["eps_high"] if method.divides_by == "responses" else [])
 
 
 def count_tokens(batch: Batch, stats: TokenStats, choice: Choice) -> dict[str, int]:

@@ -79,11 +79,12 @@ def momentum_sgd(parameters, lr: float, **_adamw: object) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
+S2T = {"divides_by": "kept", "uses": "q quantile_over"}
 METHODS = {
-    "wrong-answers": Method(silence_where(torch.neg), reads="all", divides_by="kept"),
-    "both-answers": Method(silence_where(torch.abs), reads="all", divides_by="kept"),
+    "wrong-answers": Method(silence_where(torch.neg), reads="all", **S2T),
+    "both-answers": Method(silence_where(torch.abs), reads="all", **S2T),
     **dict.fromkeys(WEIGHTS, stapo.METHODS["justrl"]),
-    "same-gradient": Method(leave_out_as_much_gradient, reads="A > 0", divides_by="kept"),
+    "same-gradient": Method(leave_out_as_much_gradient, reads="A > 0", **S2T),
     "stapo-sgd": stapo.METHODS["stapo"],
     "justrl-sgd": stapo.METHODS["justrl"],
 }

@@ -188,7 +188,7 @@ def test_a_mask_of_ones_own_is_trained_without_its_padding(model, monkeypatch, d
 def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
     """The gradient with another value than the default; tau_p changes a metric of all methods."""
     batch, current = make_mini_batch(model, seed=1)
-    free = {"refuses": "", "kl": True, "divides_by": "responses"}
+    free = {"uses": "q quantile_over", "kl": True, "divides_by": "responses"}
     monkeypatch.setitem(stapo.METHODS, "own", stapo.METHODS[method]._replace(**free))
     plain = gradient_of(model, batch, current, method=method)[0]
     others = {"q": 0.2, "quantile_over": "all", "eps_high": 0.05, "beta": 0.5, "tau_p": 0.02}
@@ -203,7 +203,25 @@ def test_a_flag_is_refused_where_it_changes_nothing(model, method, monkeypatch):
         with refusal:
             stapo.check_flags(Config(**flags))
         stapo.check_flags(Config(**flags, resume="RUN"))  # a run that has begun goes on
-        stapo.check_flags(Config(**flags | {"method": "own"}))  # may read everything
+        if name != "eps_high":  # "responses" clips at eps_low on both sides
+            stapo.check_flags(Config(**flags | {"method": "own"}))
+    assert {name for row in stapo.METHODS.values() for name in row.uses.split()} <= set(others)
+
+
+def test_a_method_of_ones_own_refuses_what_it_does_not_use(monkeypatch):
+    """And the others refuse the flag that it alone uses; --seed stands for a new flag here."""
+    rows = {"own": stapo.Method(stapo.keep_all, "none", "tokens", uses="seed")}
+    rows["mean"] = stapo.Method(stapo.keep_all, "none", "responses")
+    monkeypatch.setattr(stapo, "METHODS", stapo.METHODS | rows)
+    stapo.check_flags(Config(method="own", seed=1, eps_high=0.3))
+    for flags in (
+        {"method": "own", "q": 0.5},
+        {"method": "mean", "eps_high": 0.3},
+        {"method": "stapo", "seed": 1},
+    ):
+        said = "{1}: cannot be used with --method {0}".format(*flags.values())
+        with pytest.raises(InputError, match=said):
+            stapo.check_flags(Config(**flags))
 
 
 @pytest.mark.parametrize(
