@@ -141,7 +141,7 @@ def run_head(forward: Callable, inputs: tuple[torch.Tensor, ...]) -> tuple[torch
     hidden.grad = weight.grad = None
     logp, entropy = forward(hidden, weight, targets)
     (logp * torch.linspace(-1, 1, len(targets), device=DEVICE)).sum().backward()
-    return hidden.grad, weight.grad, logp.detach(), entropy
+    return hidden.grad, weight.grad, logp.detach(), entropy.detach()
 
 
 def resident_bytes(key: str) -> int:

@@ -41,7 +41,7 @@ class HeadStats(torch.autograd.Function):
     HeadStats.apply(hidden, weight, targets, logp_only) takes hidden (N, D), weight (V, D) and
     targets (N,) long. It returns ln p and entropy (nats), (N,) float32 each. With `logp_only` the
     entropy is None and takes no time. Temperature 1, full vocabulary. ln p has a gradient, to
-    hidden and weight. The entropy has none.
+    hidden and weight. The entropy has none: a backward pass through it raises RuntimeError.
     """
 
     @staticmethod
@@ -65,13 +65,13 @@ class HeadStats(torch.autograd.Function):
             del logits, block  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.chunk = sizes.gradient
-        if logp_only:
-            return logp, None
-        ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        ctx.set_materialize_grads(False)  # the gradient of an output that is not used is None
+        return logp, None if logp_only else entropy
 
     @staticmethod
-    def backward(ctx, grad_logp, _entropy):
+    def backward(ctx, grad_logp, grad_entropy):
+        if grad_entropy is not None:
+            raise RuntimeError("HeadStats computes no gradient of the entropy; detach it")
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)

@@ -47,7 +47,6 @@ def test_head_in_chunks_is_the_head(tokens, chunks, dtype, device, monkeypatch):
     scale = torch.randn(tokens, generator=g).to(device)
     stats = HeadStats.apply(hidden, weight, targets, False)
     assert all(s.dtype == torch.float32 and s.shape == (tokens,) for s in stats)
-    assert [s.requires_grad for s in stats] == [True, False]
     (stats[0] * scale).sum().backward()
     ours = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
@@ -63,6 +62,14 @@ def test_head_in_chunks_is_the_head(tokens, chunks, dtype, device, monkeypatch):
     (logp * scale).sum().backward()
     same = zip((logp, hidden.grad, weight.grad), (stats[0], *ours), strict=True)
     assert entropy is None and all(a.equal(b) for a, b in same)  # to the bit
+
+
+def test_an_entropy_bonus_is_an_error(random_model):
+    """HeadStats has no gradient for it, so the bonus would be in the loss and change no weight."""
+    ids, mask = torch.arange(4, 12)[None], torch.ones(1, 8).bool()
+    logp, entropy = rollout.Policy(random_model())(ids, mask)
+    with pytest.raises(RuntimeError, match="no gradient of the entropy"):
+        (logp.sum() + 0.1 * entropy.sum()).backward()
 
 
 @pytest.mark.parametrize("tied", [True, False])
