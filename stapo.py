@@ -425,7 +425,9 @@ class Batch:
     seeds: torch.Tensor  # (B,) long, of the sampling
 
     def mini_batches(self, count: int) -> "list[Batch]":
-        """Split the batch into `count` parts with equally many rows (views)."""
+        """Split the batch into `count` parts with equally many rows (views). No row is left out."""
+        if len(self.ids) % count:
+            raise ValueError(f"{len(self.ids)} responses are not {count} equal mini-batches")
         size = len(self.ids) // count
         return [self.take(slice(i * size, (i + 1) * size)) for i in range(count)]
 

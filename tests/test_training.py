@@ -451,6 +451,8 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
         parts = batch.mini_batches(2)  # views of the same memory, a mini-batch each
         assert torch.equal(torch.cat([part.seeds for part in parts]), batch.seeds)
         assert parts[1].ids.data_ptr() == batch.ids[len(batch.ids) // 2 :].data_ptr()
+        with pytest.raises(ValueError, match="are not 3 equal mini-batches"):
+            batch.mini_batches(3)
 
 
 # ------------------------------------------------------------------------------------ whole runs
