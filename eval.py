@@ -65,7 +65,8 @@ BENCHMARKS = (
     Benchmark("minerva", "Minerva", "math-ai/minervamath", "test", 4),
     Benchmark("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "test", 4),
 )
-DECODINGS = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}  # temperature, top-p
+# Temperature and top-p. stapo.py samples with "training", and its checkpoints name that.
+DECODINGS = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}
 FILES = (".jsonl", ".json", ".parquet")
 Suite = dict[Benchmark, list[dict]]  # the problems of each, as load_problems gives them
 

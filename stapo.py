@@ -705,7 +705,9 @@ def collect(
     problems = [task.problems[indices[number]] for number, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, number, member) for number, member in pairs]
     prompts = [problem["prompt_ids"] for problem in problems]
+    temperature, top_p = evaluation.DECODINGS["training"]
     options = {"max_new_tokens": cfg.max_new_tokens, "batch_size": cfg.rollout_batch_size}
+    options |= {"temperature": temperature, "top_p": top_p}
     options |= {"seed": seeds, "progress": f"step {step}, rollout"}
     with distributed.gathered(policy) as model:
         responses = in_order(stop.together(sample(model, task.tokenizer, prompts, **options)))
@@ -952,7 +954,8 @@ def load_models(
             load_optimizer(checkpoint, policy.model, optimizer)
     # A checkpoint has this, so other programs stop and sample as training does.
     stops = stop_ids(policy.model, tokenizer)
-    config = sampling_config(1.0, 1.0, None, stops, tokenizer.pad_token_id)
+    decoding = evaluation.DECODINGS["training"]
+    config = sampling_config(*decoding, None, stops, tokenizer.pad_token_id)
     policy.model.generation_config = config
     with_kl = METHODS[cfg.method].kl and cfg.beta > 0
     return policy, optimizer, load_policy(cfg.model) if with_kl else None

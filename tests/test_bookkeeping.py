@@ -362,6 +362,24 @@ def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
     assert (made[after] == tokenizer.pad_token_id).all()
 
 
+def test_training_its_evaluations_and_its_checkpoints_sample_alike(tmp_path, monkeypatch):
+    """All take the decoding that eval.py names "training"."""
+    asked, sample = [], rollout.sample
+
+    def spy(*args, **options):
+        asked.append((options["temperature"], options["top_p"]))
+        return sample(*args, **options)
+
+    for module in (rollout, stapo):
+        monkeypatch.setattr(module, "sample", spy)
+    monkeypatch.setitem(evaluation.DECODINGS, "training", (0.9, 0.5))
+    evaluated = f"--eval_every 1 --eval_benchmarks {TINY}/test.jsonl --eval_limit 1"
+    run(tmp_path / "run", f"--steps 1 {evaluated}")
+    text = (checkpoints(tmp_path / "run")[-1] / "generation_config.json").read_text()
+    held = json.loads(text)
+    assert asked == [(0.9, 0.5)] * 3 == [(held["temperature"], held["top_p"])] * 3
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     """The disk is full after half of the text. A text is on the disk before it gets its name."""
     file, real, synced = tmp_path / "config.json", Path.write_text, []
