@@ -80,7 +80,7 @@ from support.seeds import generator, mix_seed
 from support.stop import Stopped, stop
 
 
-@dataclass
+@dataclass(frozen=True)  # --resume takes the flags of config.json, which is written at the start
 class Config:
     """All flags of training. The defaults are sized for one night on one GPU of 80 GB.
 
@@ -165,7 +165,8 @@ class Config:
 MOVABLE = frozenset({"model", "data"})
 # Flags that may change when a run is resumed: its length, what it writes, how much memory it takes.
 # Other sizes of micro-batches and rollouts, and other threads, round differently. That can change a
-# sampled token.
+# sampled token. Nothing else in an update depends on these flags. If a learning rate falls towards
+# --steps, `steps` has no place here.
 CHANGEABLE = frozenset(
     "steps save_every save_minutes keep_last eval_every eval_benchmarks eval_limit eval_samples "
     "log_samples rollout_batch_size tokens_per_micro_batch gradient_checkpointing threads".split()
@@ -969,6 +970,8 @@ def starting_weights(
     return {"model": weights_fingerprint(starting.model)} if starting else {}
 
 
+# A step depends on the weights, AdamW's moments and its number: --resume has nothing else. Whatever
+# else lasts from step to step must be put into the checkpoint.
 def train(cfg: Config) -> None:
     """Train: repeat Algorithm 1 for --steps steps.
 

@@ -426,8 +426,8 @@ def step(quick: bool) -> Iterator[tuple[str, float]]:
     texts = [" ".join(f"w{i}" for i in ids) for ids in prompts.tolist()]
     problems = [{"problem": "", "answer": "", "prompt_ids": ids} for ids in prompts.tolist()]
     task = stapo.Task(tokenizer, problems, first_word_is_even, suite={}, fingerprints={})
-    cfg = stapo.Config(batch_size=8, mini_batch_size=2, group_size=8, max_new_tokens=longest)
-    cfg.tokens_per_micro_batch = 2 * (longest + 16)
+    sizes = {"batch_size": 8, "mini_batch_size": 2, "group_size": 8, "max_new_tokens": longest}
+    cfg = stapo.Config(**sizes, tokens_per_micro_batch=2 * (longest + 16))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, fused=CUDA)
     tokens = {"ours": [], "trl": []}  # of each step
 

@@ -21,7 +21,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -58,7 +58,7 @@ WRITTEN = "quadrants.md", "gradients.png", "tokens.json", "tokens.png", "respons
 Tokens = dict[str, Tensor]  # all tokens of responses with A > 0, response after response: (N,) each
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(stapo.Config):
     """The flags of training, and what to look at."""
 
@@ -87,9 +87,8 @@ def parse(argv: list[str] | None) -> Config:
     if cfg.batches < 1:
         raise InputError(f"--batches {cfg.batches}: must be at least 1")
     folder = f"runs/tokens-{evaluation.file_name(cfg.model)}" if own_model else f"{run}/figures"
-    cfg.output = given.get("output") or folder
-    cfg.resume, cfg.eval_every = "", 0  # nothing is resumed or evaluated
-    return cfg
+    output = given.get("output") or folder
+    return replace(cfg, output=output, resume="", eval_every=0)  # no run, no evaluation
 
 
 def find_checkpoint(run: Path, name: str) -> str:

@@ -15,6 +15,7 @@ import sys
 import time
 import types
 import weakref
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import conftest
@@ -32,6 +33,7 @@ import rollout
 import stapo
 import support.checkpoints
 from rollout import Policy, load_policy, load_tokenizer
+from stapo import Config
 from support import decoding, distributed, files, progress, run_folder
 from support import stop as stopping
 from support.checkpoints import checkpoints, step_of
@@ -79,6 +81,12 @@ def test_a_flag_that_differs_is_refused_by_name(finished, capsys, flags):
     message = refused(capsys, f"--resume {finished} {flags}")
     assert f"{name} {value}" in message and str(finished) in message
     assert held == tuple((finished / x).read_bytes() for x in ("config.json", "metrics.jsonl"))
+
+
+def test_no_step_changes_a_flag():
+    """config.json is written before the first one, and --resume takes the flags from there."""
+    with pytest.raises(FrozenInstanceError):
+        Config().tau_p *= 0.5
 
 
 def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_path, capsys):
