@@ -200,6 +200,12 @@ def test_a_rank_that_fails_ends_the_job(tmp_path, place):
         assert not any("Traceback" in said for said in logs)
 
 
+def test_every_method_is_trained_on_several_ranks():
+    """But those with no number over ranks, and one that is STAPO with another entropy."""
+    named = {word for flags, *_ in CASES.values() for word in flags.split()}
+    assert set(stapo.METHODS) - named == {"justrl", "full-mask", "high-entropy"}
+
+
 def test_cases_are_what_they_say(folder):
     lines = {case: torch.load(folder / f"world1-{case}.pt")["metrics"][0] for case in CASES}
     assert lines["stapo"]["silenced"] > 3 and lines["stapo"]["candidates"] > 8
