@@ -180,10 +180,10 @@ def respond(
     """Sample a response to each of this rank's prompts, and yield (key, response) when it ends.
 
     options: those of rollout.sample. A response depends only on its key and the flags, so it does
-    not change with the number of ranks or after an interruption. Every rank must run this to its
-    end. Raises Stopped on every rank if a stop was asked for. Raises InputError, which mentions
-    length_flag, on every rank if a response can outgrow the model, and InputError if logits are
-    NaN.
+    not change with the number of ranks or after an interruption. Responses of models that `sample`
+    leaves to plain `generate` do change. Every rank must run this to its end. Raises Stopped on
+    every rank if a stop was asked for. Raises InputError, which mentions length_flag, on every rank
+    if a response can outgrow the model, and InputError if logits are NaN.
     """
     longest = max(distributed.all_list(max(prompts.values(), key=len, default=[])), key=len)
     check_length(model.config, [longest], options["max_new_tokens"], length_flag)
@@ -456,7 +456,7 @@ Scores = dict[str, dict[str, dict]]  # {decoding: {benchmark: summary}}
 
 
 def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None) -> Scores:
-    """Summarize every benchmark: lengths in tokens, fractions 0 to 1, all else in percent."""
+    """Summarize every benchmark: accuracies in percent, lengths in tokens, fractions 0 to 1."""
     scores: Scores = {}
     for (name, decoding), group in itertools.groupby(samples.items(), lambda item: item[0][:2]):
         keys, rows = zip(*group)

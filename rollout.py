@@ -79,8 +79,8 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
 
     FSDP2 shards the Policy over the ranks, except on a single CPU process. On CUDA (also on one
     GPU) it computes in bfloat16. Only rank 0 reads the weights, into CPU memory. Every rank builds
-    an empty model, cuts it into shards and receives its own shards. So no GPU ever holds the whole
-    float32 model.
+    an empty model, cuts it into shards and receives its own shards. So none of several GPUs ever
+    holds the whole float32 model.
     """
     whole = None
     with distributed.raised_on_all():  # the other ranks wait here for a download

@@ -353,7 +353,7 @@ def ratio_sums(
     kl_sum / tokens is the mean of rho - 1 - ln rho, an estimate of KL(pi_old || pi_theta). It grows
     with every drift. The mean of rho, ratio_sum / tokens, stays 1 if some rho grow and others
     shrink. clip_low is the number of tokens with A < 0 and rho < 1 - eps_low. clip_high is the
-    number of tokens with A > 0 and rho > 1 + eps_high. These tokens have no gradient.
+    number of tokens with A > 0 and rho > 1 + eps_high. There the clipped term has no gradient.
     """
     log_rho = (logp - old_logp).masked_fill(~mask, 0.0)  # (B, T)
     rho = log_rho.exp()  # (B, T)
@@ -712,6 +712,8 @@ def collect(
     options |= {"seed": seeds, "progress": f"step {step}, rollout"}
     with distributed.gathered(policy) as model:
         responses = in_order(stop.together(sample(model, task.tokenizer, prompts, **options)))
+    # The metrics count a response with a reward above 0 as right. So a length penalty here would
+    # lower `accuracy`, too.
     rewards = torch.tensor(grade(task.reward, responses, problems), dtype=torch.float64)  # (B,)
     advantages = group_advantages(rewards.float().view(-1, cfg.group_size)).flatten()  # (B,)
     ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
@@ -927,8 +929,8 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
 def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> None:
     """Evaluate the policy before step 1 and every --eval_every steps, into metrics.jsonl.
 
-    --resume continues an evaluation that was stopped: the checkpoint before it has these weights.
-    Raises Stopped.
+    --resume continues an evaluation that was stopped: the checkpoint before it has these weights,
+    or, before step 1, --model. Raises Stopped.
     """
     if not run.evaluation_is_due():
         return

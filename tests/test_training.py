@@ -420,7 +420,7 @@ def test_twenty_entropy_keeps_the_token_at_the_quantile():
     "ranks, expected", [(1, ["a1 a2 b1 b2 c1 c2 d1 d2"]), (2, ["a1 a2 c1 c2", "b1 b2 d1 d2"])]
 )
 def test_the_example_of_collect(ranks, expected, monkeypatch):
-    """Which problem and member each rank's rows are, as collect's docstring says.
+    """Which problem and member each rank's rows are, in the order of rank_rows.
 
     The order of the problems and the seeds of the sampling follow from the run's seed, here 5.
     """
