@@ -63,7 +63,7 @@ def test_a_wrong_sampler_is_loud(tiny_model, tokenizer, wrong):
 def test_a_run_warns_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "said", set())
     real = stapo.sample
-    monkeypatch.setattr(stapo, "sample", lambda *a, **k: real(*a, **k, temperature=0.5))
+    monkeypatch.setattr(stapo, "sample", lambda *a, **k: real(*a, **k | {"temperature": 0.5}))
     flags = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 2 --batch_size 16
         --mini_batch_size 16 --max_new_tokens 60 --rollout_batch_size 128 --output {tmp_path}/run"""
     stapo.main(flags.split())

@@ -436,8 +436,8 @@ def test_the_example_of_collect(ranks, expected, monkeypatch):
     monkeypatch.setattr(stapo, "sample", sample)
     zeros = lambda model, ids, *_: TokenStats(*(torch.zeros(ids.shape) for _ in "12"))  # noqa: E731
     monkeypatch.setattr(stapo, "response_stats", zeros)
-    cfg = Config(batch_size=4, mini_batch_size=2, group_size=2, seed=5)
-    cfg.max_new_tokens, cfg.rollout_batch_size = 9, 3
+    sizes = {"max_new_tokens": 9, "rollout_batch_size": 3}
+    cfg = Config(batch_size=4, mini_batch_size=2, group_size=2, seed=5, **sizes)
     task = stapo.Task(None, problems, lambda text, row: 1.0, {}, {})
     seeds = {
         mix_seed(5, 7, i, m): f"{name}{m + 1}" for i, name in enumerate("abcd") for m in (0, 1)
