@@ -8,7 +8,8 @@
 2. metrics.jsonl gives training.png, quantiles.png, updates.png and evaluation.png. A .csv file
    beside each picture has its numbers.
 3. The script prints how far a run's score has moved from its first evaluation to its last.
-4. If methods have runs with the same seeds, it prints the difference of their accuracies.
+4. If methods have runs with the same seeds, it prints the difference of their accuracies, over the
+   steps that all of these runs have. A seed that has several runs of one method is left out.
 
 scripts/tokens.py draws a model's tokens.
 """
@@ -70,7 +71,8 @@ class Group:
     label: str
     line: dict  # matplotlib's keywords for the line: colour, style, alpha
     series: list[dict]  # for each run: metric -> {step: value}
-    runs: dict[int, Path]  # by seed
+    flags: dict  # without the seed and those of INCIDENTAL
+    runs: dict[int, list[Path]]  # by seed
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -143,7 +145,8 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
         line["alpha"] = 1 - 0.6 * rank / len(rivals)  # a sweep keeps the hue of its method
         label += f" ({len(members)} runs)" if len(members) > 1 else ""
         series = [read_metrics(path / "metrics.jsonl", window) for _, path in members]
-        groups.append(Group(label, line, series, dict(members)))
+        by_seed = {seed: [path for other, path in members if other == seed] for seed, _ in members}
+        groups.append(Group(label, line, series, flags, by_seed))
     return groups
 
 
@@ -263,34 +266,49 @@ def changes(run: Path) -> list[str]:
 def differences(groups: list[Group]) -> list[str]:
     """Return a line for each group after the first: its accuracy minus the first group's.
 
-    The two runs of a seed train on the same problems. So the standard error is that of the mean of
-    the seeds' differences. The steps are those that both runs have.
+    The two runs of a seed train on the same problems, unless the line names a flag that decides
+    them. So the standard error is that of the mean of the seeds' differences. The steps are those
+    that all of these runs have. A line names each seed that a group has in several runs: it is left
+    out.
     """
     first, *others = groups
     lines = []
     for group in others:
-        seeds = sorted(first.runs.keys() & group.runs.keys())
-        pairs = [accuracies(first.runs[seed], group.runs[seed]) for seed in seeds]
-        pairs = [pair for pair in pairs if pair]
-        if not pairs:
+        name, gaps = f"{group.label} minus {first.label}", {}
+        for seed in sorted(first.runs.keys() & group.runs.keys()):
+            pair = first.runs[seed] + group.runs[seed]
+            if len(pair) > 2:
+                lines.append(f"{name}: without seed {seed}, which has several runs of one method")
+            elif gap := points_between(*pair):
+                gaps[seed] = gap
+        steps = sorted(set.intersection(*map(set, gaps.values()))) if gaps else []
+        if not steps:
             continue
-        spans = {"all steps": slice(None), "the last ten": slice(-10, None)}
         texts = []
-        for name, span in spans.items():
-            points = [100 * fmean(after - before for before, after in p[span]) for p in pairs]
+        for span in [steps, steps[-10:]] if len(steps) > 10 else [steps]:
+            points = [fmean(gap[step] for step in span) for gap in gaps.values()]
             error = f" ± {stdev(points) / len(points) ** 0.5:.1f}" if len(points) > 1 else ""
-            texts.append(f"{fmean(points):+.1f}{error} points over {name}")
-        text = f"{group.label} minus {first.label}, {len(pairs)} shared seeds: accuracy "
-        lines.append(text + ", ".join(texts))
+            texts.append(f"{fmean(points):+.1f}{error} points over steps {span[0]} to {span[-1]}")
+        name += f", seeds {', '.join(map(str, gaps))}{other_flags(group, first)}"
+        lines.append(f"{name}: accuracy {', '.join(texts)}")
     return lines
 
 
-def accuracies(first: Path, second: Path) -> list[tuple[float, float]]:
-    """Return the accuracies of two runs in the steps that both have."""
+def points_between(first: Path, second: Path) -> dict[int, float]:
+    """Return {step: accuracy of the second run minus the first run's, in points}."""
     one, other = (
         read_metrics(run / "metrics.jsonl", 1).get("accuracy", {}) for run in (first, second)
     )
-    return [(one[step], other[step]) for step in sorted(one.keys() & other.keys())]
+    return {step: 100 * (other[step] - one[step]) for step in one.keys() & other.keys()}
+
+
+def other_flags(group: Group, first: Group) -> str:
+    """Name the flags in which groups of two methods differ. The labels of one method name them."""
+    if group.flags["method"] == first.flags["method"]:
+        return ""
+    names = sorted((group.flags.keys() | first.flags.keys()) - {"method"})
+    pairs = [(name, group.flags.get(name), first.flags.get(name)) for name in names]
+    return "".join(f", {name} {its} and not {other}" for name, its, other in pairs if its != other)
 
 
 def draw(paths: list[Path], out: Path, window: int) -> None:

@@ -172,9 +172,25 @@ def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
         rows = [metrics(step, 0.5 + seed / 10 - gap) for step, gap in enumerate(gaps, 1)]
         write_run(tmp_path / f"justrl-{seed}", rows, seed=seed, method="justrl")
     figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
-    said = "JustRL (2 runs) minus STAPO (3 runs), 2 shared seeds: accuracy "
-    said += "-15.0 ± 5.0 points over all steps, -16.0 ± 4.0 points over the last ten"
+    said = "JustRL (2 runs) minus STAPO (3 runs), seeds 0, 1: accuracy "
+    said += "-15.0 ± 5.0 points over steps 1 to 12, -16.0 ± 4.0 points over steps 3 to 12"
     assert capsys.readouterr().out.splitlines()[0] == said
+
+
+def test_a_difference_names_its_steps_seeds_and_other_flags(tmp_path, undrawn, capsys):
+    """Seeds 0 and 1 count over the steps of the shortest run. Seed 2 has two runs of STAPO."""
+    for name, seed, steps, gap in (("0", 0, 12, 0.1), ("1", 1, 5, 0.2), ("2", 2, 12, 0.0)):
+        rows = [metrics(step, 0.5) for step in range(1, 13)]
+        write_run(tmp_path / f"stapo-{name}", rows, seed=seed, lr=1e-6)
+        rows = [metrics(step, 0.5 - gap * (step <= 5)) for step in range(1, steps + 1)]
+        write_run(tmp_path / f"justrl-{name}", rows, seed=seed, lr=2e-6, method="justrl")
+    write_run(tmp_path / "stapo-2-crashed", [metrics(1, 0.9)], seed=2, lr=1e-6)
+    figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
+    name = "JustRL (3 runs) minus STAPO (4 runs)"
+    said = f"{name}: without seed 2, which has several runs of one method\n"
+    said += f"{name}, seeds 0, 1, lr 2e-06 and not 1e-06: accuracy "
+    said += "-15.0 ± 5.0 points over steps 1 to 5\n"
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
