@@ -104,8 +104,8 @@ def rows_that_fit(config: Qwen3Config, length: int, free: float) -> int:
 
 TEXT = """\
 How these numbers are estimated:
-- A GPU needs (tokens of its responses / rows + 2/3 of `--max_new_tokens`) decoding steps. The second
-  term is for the end of a rollout, when few long responses are left.
+- A GPU needs (tokens of its responses / rows + 2/3 of `--max_new_tokens`) decoding steps. The
+  second term is for the end of a rollout, when few long responses are left.
 - A decoding step takes the longer of two times: to launch 45 + 28 x layers kernels, or to read the
   weights and, for each row, the keys and values of 3/4 of `--max_new_tokens`.
 - Statistics and updates take 11 operations a parameter and token, at 40 % of the card's peak.
