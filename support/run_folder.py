@@ -109,7 +109,8 @@ class RunFolder:
         self.mark = claim(self.path, () if flags["resume"] else self.FILES)
         with raised_on_all():
             if rank() == 0:
-                remove_partials(self.path)
+                if flags["resume"]:  # of any other run that is here they may be growing
+                    remove_partials(self.path)
                 self.check_records()
         self.checkpoint = newest_checkpoint(self.path)
         self.step = self.saved = step_of(self.checkpoint)
@@ -137,6 +138,7 @@ class RunFolder:
         with raised_on_all():
             if rank() == 0:
                 config = self.flags | self.compare(fingerprints)
+                write_whole(self.path / ".owner", self.mark)
                 write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
                 cut_back(self.path / "metrics.jsonl", self.step)
                 cut_back(self.path / "samples.jsonl", self.step)
@@ -179,11 +181,12 @@ class RunFolder:
                 sync(self.path / name)
 
     def check_owner(self) -> None:
-        """Raise InputError if another process has claimed the directory since.
+        """Raise InputError if another process has begun to write here since.
 
-        On some network file systems a lock holds on its own host only.
+        On some network file systems a lock holds on its own host only. A process that is refused
+        before `begin` does not write .owner: the other run goes on.
         """
-        file = self.path / ".process"
+        file = self.path / ".owner"
         owner = file.read_text("utf-8") if file.exists() else self.mark
         if owner != self.mark:
             raise InputError(f"--output {self.path}: {owner} works there, too; this process ends")

@@ -143,19 +143,30 @@ def test_a_directory_has_one_process_until_that_is_killed(finished, tmp_path, mo
     assert "no locks (No locks available)" in capfd.readouterr().err
 
 
-def test_a_run_ends_when_another_process_has_claimed_its_directory(tmp_path, monkeypatch):
-    """Locks of its file system hold on one host only. No step is in metrics.jsonl twice."""
-    end_step = stapo.RunFolder.end_step
+def test_a_run_ends_when_another_process_goes_on_with_it(tmp_path, monkeypatch):
+    """Locks of its file system hold on one host only. No step is in metrics.jsonl twice.
 
-    def taken_over(self, line, samples):
+    A second process that is refused ends nothing, and leaves a checkpoint that is being written.
+    """
+    output, end_step = tmp_path / "run", stapo.RunFolder.end_step
+    half = output / "checkpoints" / "step_000009.partial"
+
+    def meet_another(self, line, samples):  # a lock does not hold against its own process
+        monkeypatch.setattr(run_folder.socket, "gethostname", lambda: "another host")
         if line["step"] == 2:
-            (self.path / ".process").write_text("process 7 on another host")
+            half.mkdir()
+            with pytest.raises(InputError, match="holds a run"):
+                stapo.RunFolder(str(output), self.flags)
+            assert half.exists()
+        elif line["step"] == 3:
+            stapo.RunFolder(str(output), self.flags | {"resume": str(output)}).begin({})
+            assert not half.exists()
         end_step(self, line, samples)
 
-    monkeypatch.setattr(stapo.RunFolder, "end_step", taken_over)
-    with pytest.raises(SystemExit, match="run: process 7 on another host works there, too"):
-        run(tmp_path / "run")
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1]
+    monkeypatch.setattr(stapo.RunFolder, "end_step", meet_another)
+    with pytest.raises(SystemExit, match="run: process .* on another host .* works there, too"):
+        run(output, "--steps 3 --save_every 1")
+    assert [line["step"] for line in lines(output)] == [1, 2]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
