@@ -122,9 +122,16 @@ def read_row(row: dict) -> tuple[str, str | None]:
 
 def lacks_options(problem: str, row: dict) -> bool:
     """Whether a row has a column of options, and one of these is not in the problem's text."""
-    columns = [row.get(name) or [] for name in OPTION_COLUMNS]
-    options = [x for column in columns for x in (column if isinstance(column, list) else [column])]
-    return any(x is not None and str(x).strip() not in problem for x in options)
+    options = texts_in([row.get(name) for name in OPTION_COLUMNS])
+    return any(option not in problem for option in options)
+
+
+def texts_in(value: Any) -> list[str]:
+    """The texts and numbers of a cell, also of one that nests them: {"A": "red", "B": "blue"}."""
+    if isinstance(value, (list, dict)):
+        parts = value.values() if isinstance(value, dict) else value
+        return [text for part in parts for text in texts_in(part)]
+    return [(cell_text(value) or "").strip()]
 
 
 def problem_text(value: Any) -> str:

@@ -677,6 +677,19 @@ def test_options_must_be_in_the_problem(tmp_path, column):
             load_problems(file, whole_rows=whole_rows)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"A": "1", "B": "2", "C": None}, {"text": ["1", "2"], "label": ["A", "B"]}, [1, 2.5]],
+)
+def test_options_in_the_problem_may_be_nested_in_their_column(tmp_path, options):
+    """MedQA, ARC, and whole numbers beside a decimal."""
+    rows = [{"question": "1+1?\nA. 1\nB. 2.5", "answer": "B", "options": options}]
+    assert load_problems(write_rows(tmp_path / "rows.jsonl", *rows))
+    file = write_rows(tmp_path / "without.jsonl", rows[0] | {"question": "1+1?\nA. 1"})
+    with pytest.raises(rollout.InputError, match="row 1 has choices or options"):
+        load_problems(file)
+
+
 def test_cells_as_text():
     cells = (Decimal("2.50"), Decimal("NaN"), 10**400, ["", ""], ["2", ""], [2, 0.5], None)
     texts = ["2.50", None, str(10**400), "", "2", "2, 0.5", ""]
