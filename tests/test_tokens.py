@@ -19,7 +19,7 @@ import tokens  # noqa: E402
 
 import stapo  # noqa: E402
 from rollout import load_model  # noqa: E402
-from support import distributed  # noqa: E402
+from support import distributed, progress  # noqa: E402
 
 # Two steps of three mini-batches; half of the tokens are low.
 LOOK = """@tests/tiny/args --data tests/tiny/train.jsonl --batch_size 48 --mini_batch_size 16
@@ -338,6 +338,7 @@ def test_ranks_are_refused_in_one_line(monkeypatch, capsys):
 
 
 def test_the_sampler_is_checked(tmp_path, undrawn, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "said", set())  # the warning comes once in a process
     measured, wrong = stapo.entropy_metrics, {"sampling_gap": 0.1, "sampling_z": 9.0}
     monkeypatch.setattr(stapo, "entropy_metrics", lambda batch: measured(batch) | wrong)
     look(tmp_path / "out", "--batch_size 4 --mini_batch_size 2 --batches 1")
