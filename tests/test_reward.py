@@ -160,6 +160,7 @@ n \text{ is even} | n \text{ is odd}
 2 | \text{all powers of } 2 | \text{a power of } 2 | \text{divisors of } 2
 3 | \text{numbers divisible by } 3 | \text{factors of } 3
 3 \text{ km east} | 3 km west
+30 \text{ north of east} | 30 \text{ south of east} | 30 \text{ north of west}
 \text{May } 5 | 5 \text{ June}
 2 | 2^{nd} | 2 {{}{}} | n \bmod 5 = 2 | 17 \bmod 0 = 2 | |x| = 2 | |x-3| = 2 | |-3 < 2| = 2
 2 | P(1|2) = 2 | \lim_{x \to 0} x \ne 2 | \lim_{x \to 0} x = 2 \le 3 | \lim_{x \to 0} x \le 1 = 2
