@@ -122,6 +122,8 @@ L = \lim_{n\to\infty} a_n = \frac12 = 0.5 | 0.5
 20\% | 20\% \text{ increase} | 20\% \text{ increased}
 3 | 3 \text{ km north} | 3 \text{ km north-west} | 3 \text{ km NorthEast}
 \pm a m | \pm am
+\begin{pmatrix} 2ma \\ 0 \end{pmatrix} | \begin{bmatrix} 2am \\ 0 \end{bmatrix}
+2amp | 2pma
 1:20 | \frac{1}{20}
 \\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
