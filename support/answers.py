@@ -441,7 +441,6 @@ def _same_text(a: str, b: str) -> bool:
 # Words that are dropped like units, but of which one contradicts another: 20% increase, decrease.
 _OPPOSITES = r"[ap]m\b", "even|odd", "increas|decreas", "profit|loss", "gain|loss"
 _OPPOSITES += "north|south|east|west", "north|south", "east|west"  # north of east, south of east
-_OPPOSITES += ("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec",)
 _OPPOSITES = [re.compile(rf"(?<![a-z\\])(?:{words})") for words in _OPPOSITES]
 
 

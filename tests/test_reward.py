@@ -124,6 +124,7 @@ L = \lim_{n\to\infty} a_n = \frac12 = 0.5 | 0.5
 \pm a m | \pm am
 \begin{pmatrix} 2ma \\ 0 \end{pmatrix} | \begin{bmatrix} 2am \\ 0 \end{bmatrix}
 2amp | 2pma
+12 \text{ marbles} | 12 \text{ decks}
 1:20 | \frac{1}{20}
 \\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
@@ -163,7 +164,6 @@ n \text{ is even} | n \text{ is odd}
 3 | \text{numbers divisible by } 3 | \text{factors of } 3
 3 \text{ km east} | 3 km west
 30 \text{ north of east} | 30 \text{ south of east} | 30 \text{ north of west}
-\text{May } 5 | 5 \text{ June}
 2 | 2^{nd} | 2 {{}{}} | n \bmod 5 = 2 | 17 \bmod 0 = 2 | |x| = 2 | |x-3| = 2 | |-3 < 2| = 2
 2 | P(1|2) = 2 | \lim_{x \to 0} x \ne 2 | \lim_{x \to 0} x = 2 \le 3 | \lim_{x \to 0} x \le 1 = 2
 2 | \int_0^a x \,dx = 2 | \int_0^\alpha x \,dx = 2
