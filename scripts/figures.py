@@ -116,21 +116,31 @@ def read_metrics(log: Path, window: int) -> dict[str, dict[int, float]]:
     return series
 
 
+def without_paths(flags: dict) -> dict:
+    """Return the flags without paths of files that have a hash: --resume may give a new path."""
+    paths = {name for name in flags if f"{name}_fingerprint" in flags}
+    rest = {name: value for name, value in flags.items() if name not in paths}
+    # One file can hold several rewards.
+    return rest | ({"reward": flags["reward"].rpartition(":")[2]} if "reward" in paths else {})
+
+
 def group_runs(paths: list[Path], window: int) -> list[Group]:
     """Read runs and group those that differ in the seed alone. Raises ValueError.
 
     The label of a group has the flags in which it differs from other groups of its method.
     """
     by_flags: dict[str, list[tuple[int, Path]]] = {}
+    shown: dict[str, dict] = {}  # the flags of each group's first run
     for path in paths:
         try:
             config = json.loads((path / "config.json").read_text("utf-8"))
             flags = {key: value for key, value in config.items() if key not in INCIDENTAL}
-            key = json.dumps({"method": config["method"]} | flags, sort_keys=True)
+            key = json.dumps({"method": config["method"]} | without_paths(flags), sort_keys=True)
             by_flags.setdefault(key, []).append((config["seed"], path))
+            shown.setdefault(key, dict(sorted(flags.items())))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no run directory of stapo.py: {error!r}") from error
-    groups, all_flags = [], [json.loads(key) for key in by_flags]
+    groups, all_flags = [], list(shown.values())
     names = [*METHODS, *(flags["method"] for flags in all_flags)]  # the legend's order
     runs = zip(all_flags, by_flags.values())
     for flags, members in sorted(runs, key=lambda run: names.index(run[0]["method"])):

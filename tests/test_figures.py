@@ -177,6 +177,25 @@ def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
     assert capsys.readouterr().out.splitlines()[0] == said
 
 
+def test_a_run_whose_files_have_moved_stays_in_its_group(tmp_path, undrawn, capsys):
+    hashes = {"data_fingerprint": "a", "model_fingerprint": "b", "reward_fingerprint": "c"}
+    places = [{"data": f"{at}/d.jsonl", "model": f"{at}/m"} for at in ("here", "there")]
+    places = [place | {"reward": f"{place['model']}/r.py:right"} for place in places]
+    for seed, place in enumerate(places):  # --resume has given seed 1 the new places
+        for method, accuracy in (("stapo", 0.5), ("justrl", 0.4)):
+            flags = place | hashes | {"method": method, "seed": seed}
+            write_run(tmp_path / f"{method}-{seed}", [metrics(1, accuracy)], **flags)
+    figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
+    lines = capsys.readouterr().out.splitlines()
+    difference = "JustRL (2 runs) minus STAPO (2 runs), seeds 0, 1: accuracy -10.0 ± 0.0 points"
+    assert lines[0] == f"{difference} over steps 1 to 1"
+    other = tmp_path / "other"
+    flags = places[0] | hashes | {"reward": "here/m/r.py:wrong", "method": "stapo", "seed": 2}
+    write_run(other, [metrics(1, 0.5)], **flags)
+    groups = figures.group_runs([tmp_path / "stapo-0", other], 1)
+    assert [len(group.series) for group in groups] == [1, 1]  # another function of the same file
+
+
 def test_a_difference_names_its_steps_seeds_and_other_flags(tmp_path, undrawn, capsys):
     """Seeds 0 and 1 count over the steps of the shortest run. Seed 2 has two runs of STAPO."""
     for name, seed, steps, gap in (("0", 0, 12, 0.1), ("1", 1, 5, 0.2), ("2", 2, 12, 0.0)):
