@@ -136,9 +136,7 @@ class Config:
     seed: int = flag(0, "seed of the data order and of the sampling")
     # memory and files
     rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
-    tokens_per_micro_batch: int = flag(
-        16384, "most tokens of a micro-batch, padding included (paper: one response)"
-    )
+    tokens_per_micro_batch: int = flag(16384, "most tokens of a micro-batch, padding included")
     gradient_checkpointing: bool = flag(
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"
     )
