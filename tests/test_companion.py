@@ -188,7 +188,7 @@ def test_dapos_rule_by_hand(tmp_path, monkeypatch):
 def test_own_reward_example_and_its_trial(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(example("own-reward"))
-    for answer, value in ((34, "1.0"), ("3", "-1.0")):  # a number and a text
+    for answer, value in ((34, "1.0"), (34.0, "1.0"), ("3", "-1.0")):  # numbers and a text
         row = {"question": "6 + 28?", "answer": answer, "level": 3}
         (tmp_path / "data.jsonl").write_text(json.dumps(row))
         exec(example("try-reward"), {})
