@@ -316,8 +316,9 @@ def other_flags(group: Group, first: Group) -> str:
     """Name the flags in which groups of two methods differ. The labels of one method name them."""
     if group.flags["method"] == first.flags["method"]:
         return ""
-    names = sorted((group.flags.keys() | first.flags.keys()) - {"method"})
-    pairs = [(name, group.flags.get(name), first.flags.get(name)) for name in names]
+    mine, firsts = without_paths(group.flags), without_paths(first.flags)
+    names = sorted((mine.keys() | firsts.keys()) - {"method"})
+    pairs = [(name, mine.get(name), firsts.get(name)) for name in names]
     return "".join(f", {name} {its} and not {other}" for name, its, other in pairs if its != other)
 
 

@@ -183,7 +183,8 @@ def test_a_run_whose_files_have_moved_stays_in_its_group(tmp_path, undrawn, caps
     places = [place | {"reward": f"{place['model']}/r.py:right"} for place in places]
     for seed, place in enumerate(places):  # --resume has given seed 1 the new places
         for method, accuracy in (("stapo", 0.5), ("justrl", 0.4)):
-            flags = place | hashes | {"method": method, "seed": seed}
+            at = place if method == "stapo" else places[1 - seed]
+            flags = at | hashes | {"method": method, "seed": seed}
             write_run(tmp_path / f"{method}-{seed}", [metrics(1, accuracy)], **flags)
     figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
     lines = capsys.readouterr().out.splitlines()
