@@ -82,6 +82,7 @@ _UNCOMPUTED = rf"(?s)(?:\A|(?<==))({_LEFT_SIDE})=(?!\s*(?:=|\Z))(.*)\Z"
 _BAR = r"(?:\\[lr]?vert~|(?<!\\)\|)"
 _NUMBER = r"((?:[^=|A-Za-z\\]|\\(?:frac|sqrt|pi)~)+)"  # without letters
 _REMAINDER = rf"(?:\A|(?<==)){_NUMBER}\\?b?mod~[\s{{]*(\d+)[\s}}]*(?==)"
+_WORDS = "|".join(sorted({*FUNCTIONS, "sqrt", "pi", "e", "i"} - {"sec"}))  # 5 \text{ sec}: seconds
 _ORDINAL = r"(?<=\d)\s*\^\s*(\{\s*)?COMMAND\s*(?:st|nd|rd|th)\s*\}(?(1)\s*\})"
 _TIME = r"\A([^:]*?)(?<![\d.])0?(\d\d?)\s*:\s*([0-5]\d)(?!\.?\d)([^:]*)\Z"
 _MATRIX = r"(?s)\\begin\s*\{([pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*?)\\end\s*\{\1\}"
@@ -106,7 +107,8 @@ RULES = [
     (r"_\s*(?:\{\s*TEXT\s*\}|TEXT)", r"_{\1\2}", r"v_{\text {red}}", r"v_{red}"),
     (r"\\operatorname\s*\{\s*([A-Za-z]+)\s*\}", r"\\\1 ", r"\operatorname{sin}x", r"\sin x"),
     (_ORDINAL, "", r"3^{\text{rd}}", "3"),
-    (r"\\mathrm\s*\{\s*([eid])\s*\}", r" \1 ", r"2\mathrm{e}", "2 e"),
+    (r"\\mathrm\s*\{\s*d\s*\}", " d ", r"2\mathrm{d}", "2 d"),
+    (rf"COMMAND\s*\\?({_WORDS})\s*\}}", r" \1 ", r"\text{ln}2", "ln 2"),
     (r"COMMAND\s*,?\s*and\s*,?\s*\}|\band\b", ",", r"1\text{ and }2", "1,2"),
     (r"COMMAND\s*,?\s*or\s*,?\s*\}|\\(?:lor|vee)~|\bor\b", "∨", r"1\text{ or }2", "1∨2"),
     (r"(?:COMMAND\s*)?\bper ?cent\b\s*\}?", "%", r"8 \text{ percent}", "8 %"),

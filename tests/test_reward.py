@@ -50,6 +50,8 @@ e^{i\pi} | -1
 \sin ^{2} \theta | 1 - \cos^2(\theta)
 np.arcsin(10/13) | \sin^{-1}\left(\frac{10}{13}\right)
 \operatorname{sin} 2x | 2 \sin x \cos x
+\ln 2 - i | \mathrm{ln}\,2-\text{i} | \text{ln}(2) - \mathrm{i}
+5 | 5\text{ sec}
 \frac{1}{2}(\exp{a*t} + \exp{-a*t}) | \cosh(at)
 \sqrt{x^2} | x
 (3/7)^{1300} (11/5)^{900} | (11/5)^{900} (3/7)^{1300}
@@ -130,6 +132,7 @@ L = \lim_{n\to\infty} a_n = \frac12 = 0.5 | 0.5
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
 """
 DIFFERENT = r"""
+2 | \mathrm{ln}\,2 | \text{arctan}(2) | 2\text{ pi} | 2\text{i}
 1.5 | 1.50001
 \pi | 3.1415927
 10^{100} | 10^{100}+1
