@@ -161,7 +161,7 @@ def article(response: dict, tau_p: float) -> str:
         f"answer {markup(response['answer'])}" if response["answer"] else "",
         f"A = {response['advantage']:+.2f}",
         f"{length:,} tokens",
-        f"{sum(response['silenced'])} silenced",
+        f"{response['silenced_count']} silenced",
         f"only tokens {start + 1:,} to {start + shown:,} are shown" if shown < length else "",
     ]
     tokens = "".join(token(response, t, tau_p) for t in range(shown))

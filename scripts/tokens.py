@@ -198,6 +198,7 @@ def describe(t: Tokens, row: int, sample: dict, text: Callable[[int], str]) -> d
         "advantage": sample["advantage"],
         "start": start,
         "length": len(places),
+        "silenced_count": len(marked),
     }
 
 

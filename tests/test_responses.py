@@ -20,6 +20,7 @@ def make_response(words: list[str], seed: int = 0, **more) -> dict:
     fields |= {"token": words, "p": p, "entropy": entropy, "threshold": [0.4] * len(words)}
     fields["silenced"] = [a < 0.002 and h < 0.2 for a, h in zip(p, entropy)]
     fields["likeliest"] = [[[draw.choice(words), 0.5 / k] for k in range(1, 6)] for _ in words]
+    fields["silenced_count"] = sum(fields["silenced"])
     return fields | more
 
 
@@ -76,8 +77,8 @@ def test_tints_marks_and_tab_stops_equal_a_loop():
 
 
 def test_a_cut_is_told():
-    cut = make_response(["b"] * 3, silenced=[0, 1, 0], start=3_000, length=12_345)
+    cut = make_response(["b"] * 3, silenced=[0, 1, 0], start=3_000, length=12_345, silenced_count=4)
     _, text = page_of(make_response(["a"], silenced=[False]), cut)
-    told = "12,345 tokens · 1 silenced · only tokens 3,001 to 3,003 are shown"
+    told = "12,345 tokens · 4 silenced · only tokens 3,001 to 3,003 are shown"
     assert text.count(told) == text.count("are shown") == 1
     assert text.count('<p class="facts soft">answer 7 · A = +1.62 · ') == 2

@@ -208,6 +208,7 @@ def test_a_long_response_is_cut_around_the_first_silenced(monkeypatch, length, s
     sample = {"problem": "?", "gold": "7", "advantage": 1.5}
     found = tokens.describe(t, 4, sample, str)
     assert (found["start"], found["length"]) == (shown[0], length)
+    assert found["silenced_count"] == len(silenced)  # also of tokens that are not shown
     ids = [1 + place for place in range(*shown)]
     assert found["token"] == [str(i) for i in ids]
     assert [word for word, _ in found["likeliest"][2]] == [str(ids[2] + k) for k in range(5)]
