@@ -161,10 +161,13 @@ def group_runs(paths: list[Path], window: int) -> list[Group]:
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    """Write a table. A crash leaves no half of one: without its header it would be a stranger."""
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
+    partial.replace(path)
 
 
 def refuse_strangers(out: Path, stem: str) -> None:

@@ -249,6 +249,22 @@ def test_files_of_anybody_else_stay_as_they_are(name, tmp_path, undrawn):
     assert {path.name for path in tmp_path.iterdir()} == {"run", name}
 
 
+def test_a_full_disk_leaves_the_old_table_and_the_next_call_draws(tmp_path, undrawn, monkeypatch):
+    run = write_run(tmp_path / "run", [metrics(1, 0.3)])
+    figures.main([str(run)])
+    old = read_csv(run / "figures" / "training.csv")
+
+    def full(writer):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(figures.csv.DictWriter, "writeheader", full)
+        with pytest.raises(SystemExit, match="No space left on device"):
+            figures.main([str(run)])
+    assert read_csv(run / "figures" / "training.csv") == old
+    figures.main([str(run)])
+
+
 def test_figures_imports_nothing_of_the_project():
     text = (ROOT / "scripts" / "figures.py").read_text()
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
