@@ -1041,7 +1041,8 @@ def main(argv: list[str] | None = None) -> None:
         progress.quiet_libraries()
         with distributed.raised_on_all():
             cfg = parse_flags(Config, __doc__.split("\n")[0], argv, CHANGEABLE | MOVABLE)
-        torch.set_num_threads(cfg.threads or torch.get_num_threads())
+        if cfg.threads > 0:
+            torch.set_num_threads(cfg.threads)
         progress.report_device(weights="float32")
         train(cfg)
 

@@ -590,6 +590,7 @@ def missing(response, row):
         ("--group_size 1", "--group_size"),
         ("--max_prompt_tokens 1", "--max_prompt_tokens"),
         ("--steps 0", "--steps"),
+        ("--threads -1", "--threads -1: must be at least 0"),
         ("--lr nan", "--lr"),
         ("--lr 0", "--lr"),
         # before the weights are asked for
