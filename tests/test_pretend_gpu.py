@@ -27,11 +27,19 @@ try:
     raise SystemExit("cuda and cpu tensors were added")
 except RuntimeError:
     pass
+calls = []
+for name in ("empty_cache", "mem_get_info"):
+    def spy(real=getattr(torch.cuda, name), name=name):
+        calls.append(name)
+        return real()
+    setattr(torch.cuda, name, spy)
 for line in FLAGS.strip().splitlines():
     program, *flags = line.split()
     {"stapo": stapo, "eval": eval, "tokens": tokens}[program].main(flags)
 assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 assert not torch.backends.cuda.cudnn_sdp_enabled()
+# A rollout frees memory before it asks how much there is, and when it has ended.
+assert calls.count("empty_cache") >= 2 * calls.count("mem_get_info") > 0
 """
 TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batch_size 1
     --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
