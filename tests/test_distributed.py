@@ -28,6 +28,7 @@ import eval as evaluation
 import stapo
 from support import distributed
 from support.checkpoints import checkpoints
+from support.distributed import device  # in its module a fixture replaces it
 
 
 def make_folder(folder: Path) -> Path:
@@ -164,6 +165,12 @@ def test_an_environment_that_cannot_work_is_one_line(monkeypatch, tmp_path):
         stapo.main(["@tests/tiny/args"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     distributed.refuse_environment()  # a rank for each GPU
+
+
+def test_each_rank_of_a_host_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert device() == torch.device("cuda", 3)
 
 
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):
