@@ -233,11 +233,14 @@ def chi_square(tokens, expected):
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
-def test_rollouts_follow_the_softmax(random_model, tokenizer, temperature, top_p):
+def test_rollouts_follow_the_softmax(random_model, tokenizer, temperature, top_p, monkeypatch):
     """8,000 first and second tokens; the same draws behind a top-k of 50 are far outside.
 
     The nucleus by hand: the likeliest tokens until top_p of the sharpened softmax is reached.
+    The number of slots is asked for 6 tokens a row, and for the memory that this top_p needs.
     """
+    asked, fit = [], rollout.rows_that_fit
+    monkeypatch.setattr(rollout, "rows_that_fit", lambda *a: (asked.append(a[1:]), fit(*a))[1])
     model = random_model(spread=0.3)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3
@@ -247,6 +250,7 @@ def test_rollouts_follow_the_softmax(random_model, tokenizer, temperature, top_p
     settings |= {"temperature": temperature, "top_p": top_p}
     responses = in_order(sample(model, tokenizer, [prompt] * n, **settings))
     assert model.generation_config is own  # put back
+    assert asked == [(6, 4000, top_p)]
 
     def nucleus(rows: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():
@@ -384,6 +388,13 @@ def test_rows_take_four_fifths_of_the_free_memory(family, width, monkeypatch):
         for free, batch_size, fit in ((enough, 50, 10), (enough, 9, 9), (99, 50, 1)):
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 0))
             assert decoding.rows_that_fit(model, 1, batch_size, top_p) == fit
+
+
+def test_a_cache_grows_on_a_cpu_and_is_whole_at_once_on_a_gpu():
+    for kind, capacity in (("cpu", 128), ("cuda", 1000)):
+        cache = decoding.SlotCache(1000, torch.device(kind), torch.float32)
+        cache.reserve(2, 9)
+        assert cache.capacity == capacity
 
 
 def test_a_forward_over_prompts_stays_within_its_tokens(random_model, tokenizer, monkeypatch):
@@ -693,6 +704,7 @@ def test_options_in_the_problem_may_be_nested_in_their_column(tmp_path, options)
 def test_cells_as_text():
     cells = (Decimal("2.50"), Decimal("NaN"), 10**400, ["", ""], ["2", ""], [2, 0.5], None)
     texts = ["2.50", None, str(10**400), "", "2", "2, 0.5", ""]
+    cells, texts = (*cells, 2.0**53), [*texts, None]  # it may have been 2^53 + 1
     assert [*map(cell_text, cells)] == texts
 
 
