@@ -53,8 +53,14 @@ def finished(tmp_path_factory):
 
 
 def test_the_directory_alone_is_enough_to_resume(finished, tmp_path, capsys):
-    """Three steps in two parts, the second without a flag of the first, are three steps in one."""
+    """Three steps in two parts, the second without a flag of the first, are three steps in one.
+
+    The first part is by a version that has no --beta yet.
+    """
     output = shutil.copytree(finished, tmp_path / "run")
+    config = json.loads((output / "config.json").read_text())
+    del config["beta"]
+    (output / "config.json").write_text(json.dumps(config))
     # What a kill has left of a save at another step.
     (output / "checkpoints" / "step_000007.partial" / "trainer").mkdir(parents=True)
     stapo.main(f"--resume {output} --steps 3 --log_samples 2".split())
@@ -277,6 +283,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(
     message = refused(capsys, f"--resume {output} --steps 3")
     assert f"{newest} cannot be loaded" in message and "there is no other" in message
     shutil.copytree(newest, output / "checkpoints" / "step_000001")
+    (output / "checkpoints" / "step_000000").mkdir()  # an older one
     message = refused(capsys, f"--resume {output} --steps 3")
     assert f"--resume {output} continues from step_000001" in message and "\n" not in message
     printed = [record for record in caplog.records if record.name == "root"]
@@ -320,6 +327,13 @@ def test_checkpoints_by_time(tmp_path, monkeypatch):
     folders = checkpoints(tmp_path / "run")
     assert [step_of(folder) for folder in folders] == [6, 7]
     assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size
+
+
+def test_an_evaluation_has_a_checkpoint_before_it():
+    flags = {"save_minutes": 0, "save_every": 0, "eval_every": 4}
+    for step, due in ((3, False), (4, True)):
+        now = types.SimpleNamespace(step=step, saved_at=0.0, flags=flags)
+        assert run_folder.RunFolder.save_is_due(now) == due
 
 
 def test_a_checkpoint_is_on_the_disk_before_older_ones_go(tmp_path, monkeypatch):
