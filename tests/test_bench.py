@@ -40,6 +40,14 @@ def test_plain_head_is_the_twin_of_head_stats():
         assert 0 < bench.error(a, b) < 1e-5  # two computations: they round differently
 
 
+def test_the_heads_memory_and_time_are_ratios(monkeypatch):
+    """A third of the plain head's memory, and a quarter of its time."""
+    monkeypatch.setattr(bench, "in_turn", lambda ours, twin, repeats: 4.0)
+    memory = {"plain": 6, "ours": 2}
+    monkeypatch.setattr(bench, "fresh_head_memory", lambda name, shape: memory[name])
+    assert [value for _, value in bench.head(quick=True)] == [3.0, 0.25]
+
+
 def test_plain_update_is_the_twin_of_update(monkeypatch):
     compare, differences = bench.error, []
     monkeypatch.setattr(bench, "error", lambda *pair: differences.append(compare(*pair)) or 0.0)

@@ -199,17 +199,17 @@ def test_a_run_whose_files_have_moved_stays_in_its_group(tmp_path, undrawn, caps
 
 def test_a_difference_names_its_steps_seeds_and_other_flags(tmp_path, undrawn, capsys):
     """Seeds 0 and 1 count over the steps of the shortest run. Seed 2 has two runs of STAPO."""
-    for name, seed, steps, gap in (("0", 0, 12, 0.1), ("1", 1, 5, 0.2), ("2", 2, 12, 0.0)):
+    for name, seed, steps, gap in (("0", 0, 12, 0.1), ("1", 1, 10, 0.2), ("2", 2, 12, 0.0)):
         rows = [metrics(step, 0.5) for step in range(1, 13)]
         write_run(tmp_path / f"stapo-{name}", rows, seed=seed, lr=1e-6)
-        rows = [metrics(step, 0.5 - gap * (step <= 5)) for step in range(1, steps + 1)]
+        rows = [metrics(step, 0.5 - gap * (step <= 10)) for step in range(1, steps + 1)]
         write_run(tmp_path / f"justrl-{name}", rows, seed=seed, lr=2e-6, method="justrl")
     write_run(tmp_path / "stapo-2-crashed", [metrics(1, 0.9)], seed=2, lr=1e-6)
     figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
     name = "JustRL (3 runs) minus STAPO (4 runs)"
     said = f"{name}: without seed 2, which has several runs of one method\n"
     said += f"{name}, seeds 0, 1, lr 2e-06 and not 1e-06: accuracy "
-    said += "-15.0 ± 5.0 points over steps 1 to 5\n"
+    said += "-15.0 ± 5.0 points over steps 1 to 10\n"
     assert capsys.readouterr().out.startswith(said)
 
 

@@ -71,6 +71,16 @@ def test_tables_are_taken_run_by_run(tmp_path, capsys):
     assert (tmp_path / "replication.png").stat().st_size > 10_000
 
 
+def test_a_picture_has_accuracy_in_percent_and_entropy_in_nats():
+    axes = replicate.plt.figure().subplots()
+    rows = [{"accuracy": 0.5, "entropy": 0.4}], [{"accuracy": 0.7, "entropy": 0.6}]
+    runs = {seed: {"lines": lines} for seed, lines in enumerate(rows)}
+    for key, mean in (("accuracy", 60), ("entropy", 0.5)):
+        replicate.draw_band(axes, runs, key, "STAPO")
+        assert axes.lines[-1].get_ydata() == pytest.approx([mean])
+    replicate.plt.close()
+
+
 def test_errors_over_base_models_and_rows_under_sgd(tmp_path, capsys):
     """A base model counts once, however many seeds it has."""
     gaps = {"noise-3-pct": [0.1], "noise-3-pct,-pre-training-1": [0.2, 0.4]}
