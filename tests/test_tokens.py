@@ -128,6 +128,8 @@ def test_everything_equals_a_plain_second_computation(
     assert len(halo.get_offsets()) == len(silenced) and len(dots.get_offsets()) == len(truth)
     assert sorted(dots.get_array()) == pytest.approx(sorted(r["entropy"] for r in truth), abs=2e-3)
     assert set(shown["gradients"].lines[0].get_xdata()) == {0.1}
+    bars = [bar.get_width() for bar in shown["tokens"].patches]  # from below
+    assert bars == sorted(bars) and bars[0] < bars[-1]
     frequent = json.loads((out / "tokens.json").read_text())
     for kind, fate in (("spurious", True), ("exploratory", False)):
         words = Counter(r["text"] for r in truth if r["low"] == (True, fate))
