@@ -173,6 +173,10 @@ def test_each_rank_of_a_host_has_a_gpu_of_its_own(monkeypatch):
     assert device() == torch.device("cuda", 3)
 
 
+def test_counts_are_summed_exactly():
+    assert distributed.all_sum({"tokens": 2**24 + 1}) == {"tokens": 2**24 + 1}
+
+
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):
     """Each group's policy, as FSDP2 gets it on a GPU: two layers, and the root.
 

@@ -468,13 +468,16 @@ def test_three_updates_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
     assert written == [None, 1.0, None, None]  # JSON has neither
 
 
-def test_prompts_as_long_as_the_limit_are_kept(tokenizer):
+def test_prompts_as_long_as_the_limit_are_kept(tokenizer, capsys):
     problems = [row["problem"] for row in read_rows(TINY / "test.jsonl")]
     lengths = [len(rollout.encode_prompt(tokenizer, problem, "")) for problem in problems]
     limit = sorted(lengths)[len(lengths) // 2]
     flags = {"model": str(TINY), "data": str(TINY / "test.jsonl"), "instruction": ""}
     task = stapo.load_task(Config(**flags, max_prompt_tokens=limit, max_new_tokens=9))
-    assert len(task.problems) == sum(length <= limit for length in lengths) < len(lengths)
+    kept = len(task.problems)
+    assert kept == sum(length <= limit for length in lengths) < len(lengths)
+    said = f"{kept} problems, {len(lengths) - kept} over --max_prompt_tokens dropped\n"
+    assert said in capsys.readouterr().out
 
 
 def test_a_chat_template_is_the_runs_own_and_so_are_wrong_golds(tmp_path, capsys):
