@@ -116,7 +116,7 @@ def run(output: Path, *flags: object) -> dict:
 # ------------------------------------------------------------------------------------------ scores
 
 
-def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch):
+def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
     right = {"0": [1, 1, 0, 0], "1": [0, 0, 0, 0], "2": [1, 1, 1, 1], "3": [0, 0, 1, 0]}
     turns = {name: iter(marks) for name, marks in right.items()}
 
@@ -130,6 +130,7 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch):
     Scripted(monkeypatch, script)
     file = write_problems(tmp_path / "four.jsonl", 4)
     found = run(tmp_path / "out", "--benchmarks", file, "--decoding", "training")
+    assert "M has no chat template: problems go in as plain text\n" in capsys.readouterr().out
     flags = json.loads((tmp_path / "out" / "scores.json").read_text())["flags"]
     assert (flags["model"], flags["benchmarks"], flags["seed"]) == ("M", [file], 0)
     found = found["training"]["four"]
@@ -401,7 +402,8 @@ def test_a_new_flag_belongs_to_the_samples_unless_it_is_named_as_harmless(tmp_pa
     """A directory from before the flag has its default."""
     more = make_dataclass("More", [("shots", int, 0)], bases=(evaluation.Config,))
     monkeypatch.setattr(evaluation, "weights_of", lambda name: "weights")
-    for seed in (5, 0):  # nothing is sampled yet
+    (tmp_path / "samples.jsonl").touch()  # nothing is sampled yet
+    for seed in (5, 0):
         evaluation.check_samples(tmp_path, evaluation.Config("M", seed=seed))
     write_rows(tmp_path / "samples.jsonl", {})
     harmless = {"samples": 9, "limit": 9, "rollout_batch_size": 9, "data_dir": "D", "reward": "R"}
