@@ -36,6 +36,7 @@ for name in ("empty_cache", "mem_get_info"):
 for line in FLAGS.strip().splitlines():
     program, *flags = line.split()
     {"stapo": stapo, "eval": eval, "tokens": tokens}[program].main(flags)
+assert eval.load("tests/tiny")[0].dtype == torch.bfloat16
 assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 assert not torch.backends.cuda.cudnn_sdp_enabled()
 # A rollout frees memory before it asks how much there is, and when it has ended.
