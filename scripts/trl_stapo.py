@@ -162,6 +162,28 @@ class STAPOTrainer(GRPOTrainer):
         else:
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = stops
 
+    def _calculate_rewards(self, *batch):
+        """Return the rewards, (responses of all ranks, functions), and keep them."""
+        self.rewards = super()._calculate_rewards(*batch)
+        return self.rewards
+
+    def _generate_and_score_completions(self, inputs):
+        """Return a rollout of this rank. If a group's rewards are all equal, A is 0, not rounding.
+
+        TRL divides the rounding of the group's mean by 1e-4. Eight rewards of 1.2 get A = 0.001.
+        """
+        batch = super()._generate_and_score_completions(inputs)
+        group = self.num_generations if self.model.training else self.num_generations_eval
+        # As in TRL, a response that no function rewards (NaN) is left out.
+        rewards = (self.rewards * self.reward_weights.to(self.rewards.device)).nansum(1)
+        unknown = self.rewards.isnan().all(1).view(-1, group)
+        most = rewards.view(-1, group).masked_fill(unknown, -torch.inf).amax(1)
+        least = rewards.view(-1, group).masked_fill(unknown, torch.inf).amin(1)
+        first = self.accelerator.process_index * len(inputs)
+        equal = (most <= least).repeat_interleave(group)[first : first + len(inputs)]
+        batch["advantages"] = batch["advantages"].masked_fill(equal, 0.0)
+        return batch
+
     def _prepare_inputs(self, generation_batch):
         """Return the next micro-batch, and choose the tokens of a mini-batch at its first one."""
         inputs = super()._prepare_inputs(generation_batch)

@@ -181,6 +181,20 @@ def test_each_step_is_the_papers(tmp_path, micro_batches):
     assert len(evaluated) == 2 and all(row["eval_silenced"] > 2 for row in evaluated)
 
 
+def test_a_group_of_equal_rewards_has_no_advantage(tmp_path, monkeypatch):
+    """The float32 mean of eight rewards of 1.2 is below 1.2, and TRL divides the rest by 1e-4."""
+
+    def graded(completion_ids, **_):  # the first half is equal, but the first has no reward
+        half = len(completion_ids) // 2
+        return [None] + [1.2] * (half - 1) + [float(ids[0] % 2) for ids in completion_ids[half:]]
+
+    monkeypatch.setitem(globals(), "reward", graded)
+    trainer = train(tmp_path, num_generations=8, max_steps=1)
+    A = torch.cat([batch["advantages"] for batch in trainer._buffered_inputs]).abs()
+    assert (A == 0).sum() >= len(A) // 2 and (A > 0.3).any()
+    assert ((A == 0) | (A > 0.3)).all()
+
+
 # --------------------------------------------------------------- in a script of the reader's own
 
 SECTION = (ROOT / "scripts" / "trl_stapo.py").read_text()
