@@ -107,6 +107,11 @@ def check_model(trainer: GRPOTrainer) -> None:
         raise ValueError("router_aux_loss_coef: STAPO has no such term; set it to 0")
     if getattr(trainer.model.config.get_text_config(), "attention_dropout", 0):
         raise ValueError("attention_dropout: set it to 0 in the model's config")
+    for module in trainer.model.modules():  # TRL switches off layers of type Dropout, but no others
+        for name, rate in vars(module).items():
+            if "drop" in name and isinstance(rate, float) and rate:
+                kind = type(module).__name__
+                raise ValueError(f"{name}={rate} of {kind}: set it to 0 in the model's config")
     trained = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     if trained != {torch.float32}:
         why = "TRL makes them bfloat16 if the model is loaded in 4 or 8 bits"

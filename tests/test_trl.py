@@ -15,7 +15,7 @@ import torch
 from helpers import ROOT, TINY, example, make_random_model
 from ranks import launch
 from reference import method_loss, plain_head, row_stats
-from transformers import TrainerCallback
+from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
 
 import stapo
 from rollout import (
@@ -324,6 +324,8 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
 def test_other_refusals(tmp_path):
     model, dropout = load_model(str(TINY)), load_model(str(TINY))
     dropout.config.attention_dropout = 0.5
+    sizes = {"hidden_size": 8, "word_embed_proj_dim": 8, "ffn_dim": 8, "num_attention_heads": 1}
+    functional = OPTForCausalLM(OPTConfig(vocab_size=320, num_hidden_layers=1, **sizes))
     refused = [
         ("gradient_accumulation_steps=2", {"micro_batches": 2, "steps_per_generation": 5}),
         ("vllm_importance_sampling_correction=True", {"use_vllm": True}),
@@ -335,6 +337,7 @@ def test_other_refusals(tmp_path):
         ("tau_p=-1", {"settings": {"tau_p": -1}}),
         ("dtype: .*bfloat16.*4 or 8 bits", {"model": load_model(str(TINY), torch.bfloat16)}),
         ("attention_dropout", {"model": dropout}),
+        ("dropout=0.1 of OPTDecoder: ", {"model": functional}),
         # TRL would train nothing and save the untrained model.
         ("train_dataset: 64 prompts, .* 128", {"per_device_train_batch_size": 64}),
     ]
