@@ -210,15 +210,20 @@ def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
     return torch.lerp(ordered[low], ordered[high], (position - low).to(values.dtype))
 
 
-def check_shapes(advantages: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raise a ValueError unless mask is (B, T) bool and advantages (B,): others would broadcast.
+def check_shapes(advantages: torch.Tensor, mask: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Raise a ValueError unless mask is (B, T) bool, advantages (B,) and each of tensors (B, T).
 
-    If each token has its own advantage, or tokens are packed, make each token a row: T is 1.
-    grpo_loss is an exception: it averages each row, so its rows must be responses.
+    Others would broadcast. If each token has its own advantage, or tokens are packed, make each
+    token a row: T is 1. grpo_loss is an exception: it averages each row, so its rows must be
+    responses.
     """
     if mask.dtype != torch.bool or mask.dim() != 2 or advantages.shape != mask.shape[:1]:
         text = f"mask must be (B, T) bool: it is {tuple(mask.shape)} {mask.dtype}. "
         raise ValueError(f"{text}advantages must be (B,): they are {tuple(advantages.shape)}")
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(shape != mask.shape for shape in shapes):
+        text = "log-probabilities and entropy must be (B, T) like mask"
+        raise ValueError(f"{text}, {tuple(mask.shape)}: they are {shapes}")
 
 
 @torch.no_grad()
@@ -229,7 +234,7 @@ def spurious_candidates(
 
     Returns (B, T) bool. The arguments are those of spurious_mask.
     """
-    check_shapes(advantages, mask)
+    check_shapes(advantages, mask, logp)
     return mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
 
 
@@ -254,6 +259,7 @@ def spurious_mask(
     tau_h is the q-quantile of the candidates' entropies. If tau_h is None, it is computed from this
     call, which must then see the whole mini-batch. Without candidates nothing is silenced.
     """
+    check_shapes(advantages, mask, entropy)
     candidates = spurious_candidates(logp, advantages, mask, tau_p=tau_p)  # (B, T)
     if tau_h is None:
         tau_h = quantile(entropy[candidates], q)
@@ -283,7 +289,7 @@ def clipped_loss(
     its whole mini-batch. FSDP averages gradients over ranks: pass the number of kept tokens on all
     ranks, divided by the world size.
     """
-    check_shapes(advantages, keep)
+    check_shapes(advantages, keep, logp, old_logp)
     log_rho = logp - old_logp.detach()  # (B, T)
     log_rho = log_rho.masked_fill(~keep, 0.0)  # masked first: exp can overflow
     rho = log_rho.exp()  # (B, T)
@@ -389,7 +395,7 @@ def grpo_loss(
     term. num_responses is N. The other arguments are those of stapo_loss. Returns the loss -J, a
     0-dim tensor.
     """
-    check_shapes(advantages, mask)
+    check_shapes(advantages, mask, logp, old_logp)
     rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0).exp()  # (B, T)
     A = advantages[:, None]  # (B, 1)
     J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)

@@ -87,5 +87,9 @@ def test_shapes_that_would_broadcast_are_refused():
             stapo_loss(logp, old_logp, A, entropy, I, tau_h=0.5)
     # Packed tokens are rows of one token.
     rows = [x[mask][:, None] for x in (logp, old_logp, entropy, mask)]
+    for i in (0, 1, 2):  # a tensor that was forgotten; logp - old_logp would be (N, N)
+        some = [x.flatten() if i == j else x for j, x in enumerate(rows)]
+        with pytest.raises(ValueError, match=r"must be \(B, T\) like mask"):
+            stapo_loss(*some[:2], each[mask], *some[2:], tau_h=0.5)
     loss, _ = stapo_loss(*rows[:2], each[mask], *rows[2:])
     torch.testing.assert_close(loss, stapo_loss(logp, old_logp, advantages, entropy, mask)[0])
