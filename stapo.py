@@ -395,7 +395,7 @@ def grpo_loss(
     term. num_responses is N. The other arguments are those of stapo_loss. Returns the loss -J, a
     0-dim tensor.
     """
-    check_shapes(advantages, mask, logp, old_logp)
+    check_shapes(advantages, mask, logp, old_logp, logp if ref_logp is None else ref_logp)
     rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0).exp()  # (B, T)
     A = advantages[:, None]  # (B, 1)
     J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)

@@ -91,5 +91,8 @@ def test_shapes_that_would_broadcast_are_refused():
         some = [x.flatten() if i == j else x for j, x in enumerate(rows)]
         with pytest.raises(ValueError, match=r"must be \(B, T\) like mask"):
             stapo_loss(*some[:2], each[mask], *some[2:], tau_h=0.5)
+        with pytest.raises(ValueError, match=r"must be \(B, T\) like mask"):
+            options = {"eps": 0.2, "beta": 0.1, "num_responses": 1}
+            grpo_loss(*some[:2], some[2], each[mask], some[3], **options)
     loss, _ = stapo_loss(*rows[:2], each[mask], *rows[2:])
     torch.testing.assert_close(loss, stapo_loss(logp, old_logp, advantages, entropy, mask)[0])

@@ -429,7 +429,8 @@ def run(argv: list[str], monkeypatch):
 def test_the_pages_commands(tmp_path, engine, capsys, flags):
     """The second with its own reward, between 0 and 1 on average; the grader's is below."""
     (tmp_path / "own.py").write_text(
-        "def short(text, row):\n    return float(len(text) % 2) if row['answer'] else None"
+        "def short(text, row):\n"
+        "    return float(len(text) % 2) if row['answer'] and '<|' not in text else None"
     )
     reward_flags = [] if flags is EIGHT else ["--reward", f"{tmp_path}/own.py:short"]
     trainer = run([*flags, *small(tmp_path), *reward_flags], engine)
