@@ -574,13 +574,21 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     assert lines(output) == lines(whole)
 
 
-def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path):
+def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monkeypatch):
     """Its weights are made again, too: on a GPU these may differ in rounding.
 
-    What a crash tore is cut off, and the flags of the run may be repeated.
+    What a crash tore is cut off, and the flags of the run may be repeated. The checkpoint of a step
+    is there before its evaluation begins.
     """
     flags, whole = evaluated
     output = shutil.copytree(whole, tmp_path / "run")
+    saved, evaluate = [], evaluation.evaluate
+
+    def evaluate_after_saving(*args):
+        saved.append(step_of(checkpoints(output)[-1]))
+        return evaluate(*args)
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate_after_saving)
     made = read_rows(output / "evaluations" / "step_000001.jsonl")
     stale = "".join(json.dumps(row | {"response": "stale"}) + "\n" for row in made)
     for name in ("step_000002.jsonl", "step_000002.rank1.jsonl"):
@@ -590,7 +598,7 @@ def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path):
             file.writelines(json.dumps({"step": 2, **row}) + "\n" for row in ({"eval": {}}, {}))
             file.write('{"step": 1, "acc')
     stapo.main(f"{FLAGS} {flags} --resume {output} --steps 2".split())
-    assert [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
+    assert saved == [2] and [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
     steps = [row["step"] for row in read_rows(output / "samples.jsonl")]
     assert steps == [1] * 8 + [2] * 8
     made = read_rows(output / "evaluations" / "step_000002.jsonl")

@@ -401,8 +401,8 @@ def test_the_example_of_silence_spurious(monkeypatch):
 
 
 def test_right_is_a_reward_above_zero():
-    """A reward of one's own can be 0. Of the right response's two tokens one is rare."""
-    batch = batch_of((0.0, [0.001], [1.0]), (0.5, [0.5, 0.001], [1.0, 1.0]), (-0.5, [0.001], [1.0]))
+    """And not an advantage above 0. Of the right response's two tokens one is rare."""
+    batch = batch_of((0.5, [0.001], [1.0]), (0.0, [0.5, 0.001], [1.0, 1.0]), (-0.5, [0.001], [1.0]))
     rewards = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64)
     line = stapo.rollout_metrics(replace(batch, rewards=rewards), tau_p=0.002)
     assert line["accuracy"] == pytest.approx(1 / 3) and line["low_prob_fraction"] == 0.5
