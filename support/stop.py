@@ -48,6 +48,16 @@ class StopSignal:
                 with contextlib.suppress(OSError):  # a closed pipe
                     os.write(2, b"\nstopping: what is whole is kept (Ctrl-C again: at once)\n")
 
+    def forked(self) -> None:
+        """Let SIGTERM end a process that a reward has forked: time limits rely on it.
+
+        Ctrl-C and a lost terminal reach such a process, too. There they do nothing.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == self.ask:
+                ends = number == signal.SIGTERM
+                signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+
     def leave_if_asked(self) -> None:
         """Raise Stopped on every rank if any rank was asked to stop. Every rank must call this."""
         if all_max(int(self.asked)) > 0:
@@ -68,3 +78,4 @@ class StopSignal:
 
 
 stop = StopSignal()  # one for the process, as signals are
+os.register_at_fork(after_in_child=stop.forked)

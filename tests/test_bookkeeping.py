@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -451,6 +452,21 @@ def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypa
     os.kill(os.getpid(), signal.SIGHUP)
     assert not stop.asked
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_a_time_limit_ends_the_process_that_a_reward_forks():
+    """Ctrl-C, which reaches the child, too, is left to this process."""
+    stopping.stop.listen()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    os.kill(child.pid, signal.SIGINT)
+    child.join(0.2)
+    assert child.is_alive()
+    child.terminate()
+    child.join(10)
+    code = child.exitcode
+    child.kill()
+    assert code == -signal.SIGTERM
 
 
 def test_a_stop_lets_go_of_the_rollouts_cache_before_it_saves(finished, tmp_path, monkeypatch):
