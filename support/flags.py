@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 from dataclasses import MISSING, asdict, field, fields
 from pathlib import Path
@@ -11,6 +12,10 @@ from transformers import HfArgumentParser
 
 from support.distributed import wait_for_rank_0
 from support.errors import InputError
+
+# What quotes or a backslash protect (group 1), or a comment. As in a shell, "#" within a word
+# begins no comment. shlex would cut a name such as runs/a#2 there, and drop the flags after it.
+COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<!\S)#.*""")
 
 
 def flag(default: Any, text: str) -> Any:
@@ -38,7 +43,7 @@ class Parser(HfArgumentParser):
         return {name: parsed[name] for name in self.names if parsed[name] is not MISSING}
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
+        return shlex.split(COMMENT.sub(r"\1", arg_line))
 
     def error(self, message: str) -> NoReturn:
         wait_for_rank_0()

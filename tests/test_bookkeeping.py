@@ -39,6 +39,7 @@ from support import decoding, distributed, files, progress, run_folder
 from support import stop as stopping
 from support.checkpoints import checkpoints, step_of
 from support.errors import InputError, RewardError
+from support.flags import Parser
 from support.output import unread_output_is_dropped
 from support.problems import load_problems
 
@@ -88,6 +89,20 @@ def test_a_flag_that_differs_is_refused_by_name(finished, capsys, flags):
     message = refused(capsys, f"--resume {finished} {flags}")
     assert f"{name} {value}" in message and str(finished) in message
     assert held == tuple((finished / x).read_bytes() for x in ("config.json", "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--output runs/a#2 --lr 1e-5  # it's mine", ["--output", "runs/a#2", "--lr", "1e-5"]),
+        ("# it's a comment", []),
+        ("\t#comment", []),
+        (r"""--a "x # \" # y" '# z' \# 1 #""", ["--a", 'x # " # y', "# z", "#", "1"]),
+        (r"""--a "#5" 'a'#b  # "c""", ["--a", "#5", "a#b"]),
+    ],
+)
+def test_a_comment_in_an_arguments_file_begins_a_word(line, words):
+    assert Parser(Config, "").convert_arg_line_to_args(line) == words
 
 
 def test_no_step_changes_a_flag():
