@@ -7,6 +7,7 @@ The final answer is the content of the last complete \boxed{...}. support/answer
 two answers are equal. load_reward loads a reward of your own.
 """
 
+import copy
 import importlib.util
 import math
 import numbers
@@ -92,7 +93,7 @@ def load_reward(spec: str = "") -> Reward:
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(f"--reward {spec}: cannot be imported: {described(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -100,8 +101,9 @@ def load_reward(spec: str = "") -> Reward:
 
     def reward(text: str, problem: dict) -> float:
         try:
-            value = function(text, problem["row"])
-        except Exception as error:
+            # A copy: if the function changes the row, the next response must not be graded by that.
+            value = function(text, copy.deepcopy(problem["row"]))
+        except (Exception, SystemExit) as error:  # exit() in code that the function runs
             raise RewardError(f"--reward {spec}: {described(error)}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
@@ -110,7 +112,7 @@ def load_reward(spec: str = "") -> Reward:
     return reward
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """Describe an exception in one line, with the file and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{error!r} at {frame.filename}, line {frame.lineno}"

@@ -9,6 +9,7 @@ from spellings import boxed
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
 from support import answers, latex
+from support.errors import RewardError
 
 needs_benchmarks = pytest.mark.skipif(
     not spellings.BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder"
@@ -354,6 +355,18 @@ def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(own)
     value = load_reward(f"{tmp_path}/own.py:f")("", {"row": {}})
     assert value == 0.25 and type(value) is float  # any real number will do
+
+
+def test_a_reward_file_that_changes_its_row_or_leaves(tmp_path, monkeypatch):
+    """It gets a new copy of the row for each response. exit() is an error like others."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = "def strike(text, row):\n    row['golds'].remove(text)\n    return 1\n"
+    (tmp_path / "own.py").write_text(own + "def leave(text, row): raise SystemExit\n")
+    problem = {"row": {"golds": ["5"]}}
+    strike = load_reward(f"{tmp_path}/own.py:strike")
+    assert strike("5", problem) == strike("5", problem) == 1
+    with pytest.raises(RewardError, match="SystemExit.*own.py, line 4"):
+        load_reward(f"{tmp_path}/own.py:leave")("5", problem)
 
 
 @needs_benchmarks
