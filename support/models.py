@@ -26,9 +26,10 @@ from support.norms import fuse_norms
 
 def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     """kind.from_pretrained(name, **options); raises InputError in place of the Hub's own errors."""
-    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+    if Path(name, "adapter_config.json").is_file():  # with peft it is put on any weights beside it
         hint = "merge it into its base model first (merge_and_unload of peft)"
-        raise InputError(f"{name}: an adapter folder: {hint}, and give the merged folder")
+        hint += ", and give a folder with the merged model but without adapter_config.json"
+        raise InputError(f"{name}: an adapter folder: {hint}")
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError, SafetensorError) as error:
@@ -45,6 +46,8 @@ def load_model(
     if info["missing_keys"]:  # transformers draws these at random
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
+    if getattr(model, "_hf_peft_config_loaded", False):  # of a Hub id; load_pretrained sees folders
+        raise InputError(f"{name}: has an adapter beside its weights; give the merged model alone")
     check_positions(name, model)
     return prepared(model).to(device).eval()
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import weakref
 from decimal import Decimal
 
@@ -578,9 +579,12 @@ def test_folders_that_are_no_model_say_what_they_are(tmp_path):
     with pytest.raises(rollout.InputError, match="no tokenizer in this folder"):
         rollout.load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
-    for load in (rollout.load_tokenizer, models.load_config, rollout.load_model):
-        with pytest.raises(rollout.InputError, match="an adapter folder: merge it"):
-            load(str(tmp_path))
+    for _ in range(2):
+        for load in (rollout.load_tokenizer, models.load_config, rollout.load_model):
+            with pytest.raises(rollout.InputError, match="an adapter folder: merge it"):
+                load(str(tmp_path))
+        # A merged model beside its adapter: transformers would apply the adapter again.
+        shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
 
 
 def test_a_tokenizer_that_ends_every_text_ends_no_prompt():
