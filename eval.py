@@ -556,7 +556,7 @@ def check_samples(folder: Path, cfg: Config) -> None:
     flags = {name: value for name, value in asdict(cfg).items() if name not in HARMLESS}
     flags["weights"] = weights_of(cfg.model)
     if cfg.chat_template not in ("", "none"):
-        flags["chat_template"] = fingerprint(Path(cfg.chat_template).read_text("utf-8"))
+        flags["chat_template"] = fingerprint(Path(cfg.chat_template).read_text("utf-8-sig"))
     path = folder / "settings.json"
     if not any(file.stat().st_size > 0 for file in folder.glob("*.jsonl")):
         write_whole(path, json.dumps(flags, indent=2) + "\n")

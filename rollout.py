@@ -60,7 +60,7 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
         tokenizer.chat_template = None
     elif chat_template:
         try:
-            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
             turns = [{"role": "user", "content": "<?>"}]
             options = {"tokenize": False, "add_generation_prompt": True}
             if "<?>" not in tokenizer.apply_chat_template(turns, **options):

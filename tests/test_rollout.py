@@ -560,7 +560,8 @@ def test_the_chat_template_may_be_another_or_none(tmp_path):
     own.chat_template = CHAT
     own.save_pretrained(tmp_path)
     file = tmp_path / "other.jinja"
-    file.write_text("Be brief. {{ messages[0].content }} Answer:")
+    # An editor on Windows can put a mark (U+FEFF) at the start, which is no part of the text.
+    file.write_text("Be brief. {{ messages[0].content }} Answer:", "utf-8-sig")
     ours, other, none = (
         rollout.load_tokenizer(str(tmp_path), text) for text in ("", str(file), "none")
     )
