@@ -1,0 +1,1 @@
+"""Helpers of the programs. Without this file another `support` on PYTHONPATH would go first."""
