@@ -87,9 +87,13 @@ def load_reward(spec: str = "") -> Reward:
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
         raise RewardError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
+    path = Path(file).resolve()
     # At the end of the path, because a file in that folder must not replace eval.py or a package.
-    sys.path.append(str(Path(file).resolve().parent))
-    module_spec = importlib.util.spec_from_file_location("reward_of_the_users_own", file)
+    sys.path.append(str(path.parent))
+    # A process that your function starts imports the file by its name, if that is not another's.
+    found = importlib.util.find_spec(path.stem) if "." not in path.stem else None
+    own = path.stem if found and found.origin == str(path) else "reward_of_the_users_own"
+    module_spec = importlib.util.spec_from_file_location(own, path)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)

@@ -357,6 +357,20 @@ def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
     assert value == 0.25 and type(value) is float  # any real number will do
 
 
+def test_a_reward_file_starts_processes_that_import_it(tmp_path, monkeypatch):
+    """The default of macOS, and of Linux from Python 3.14 on: a new process, and no fork."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "slow_reward.py").write_text(
+        "import multiprocessing\ndef work():\n    pass\n"
+        "def f(text, row):\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    process.start()\n    process.join()\n    return process.exitcode\n"
+    )
+    assert load_reward(f"{tmp_path}/slow_reward.py:f")("", {"row": {}}) == 0
+    (tmp_path / "tqdm.py").write_text("from tqdm import tqdm\ndef f(text, row):\n    return 1")
+    assert load_reward(f"{tmp_path}/tqdm.py:f")("", {"row": {}}) == 1  # not itself
+
+
 def test_a_reward_file_that_changes_its_row_or_leaves(tmp_path, monkeypatch):
     """It gets a new copy of the row for each response. exit() is an error like others."""
     monkeypatch.setattr(sys, "path", [*sys.path])
