@@ -645,8 +645,9 @@ def update(
             local[name] += value.double()
     policy.eval()
     for parameter in policy.parameters():
-        # If nothing was forwarded, AdamW takes the step of a zero gradient.
-        if parameter.grad is None:
+        # If nothing was forwarded, AdamW takes the step of a zero gradient. A frozen parameter has
+        # no gradient: weight decay would shrink it.
+        if parameter.grad is None and parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

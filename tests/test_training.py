@@ -265,6 +265,17 @@ def test_nothing_to_learn_still_steps_the_optimiser(model, policy):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_frozen_parameter_does_not_decay(model, policy):
+    model.base_model.layers[0].requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    batch, current = make_mini_batch(model)
+    choice, counts = choose(batch, current)
+    update(policy, optimizer, batch, choice.keep, counts, Config())
+    same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
+    assert same == {name for name in before if ".layers.0." in name}
+
+
 def test_a_mask_that_keeps_nothing_is_a_step_of_zero_gradients(model, policy):
     batch, current = make_mini_batch(model)
     choice, counts = choose(batch, current)
