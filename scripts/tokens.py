@@ -21,7 +21,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -39,7 +39,7 @@ from support import distributed, progress
 from support.checkpoints import checkpoints
 from support.errors import InputError
 from support.files import writing
-from support.flags import Parser, flag, read_flags
+from support.flags import Parser, flag, known_flags
 from support.head import float32_logits
 from support.models import check_head
 from support.seeds import generator
@@ -75,8 +75,7 @@ def parse(argv: list[str] | None) -> Config:
     own_model = "model" in given or not run
     if own_model and "checkpoint" in given:
         raise InputError(f"--checkpoint {given['checkpoint']}: needs a RUN, and no --model")
-    held = read_flags(Path(run), "RUN") if run else {}
-    held = {each.name: held[each.name] for each in fields(Config) if each.name in held}
+    held = known_flags(Config, Path(run), "RUN") if run else {}
     if not own_model:
         held["model"] = find_checkpoint(Path(run), given.get("checkpoint", ""))
         held["chat_template"] = ""  # the checkpoint's own: the file may have changed since

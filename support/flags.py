@@ -59,15 +59,14 @@ def parse_flags(
     """Read a command line, with arguments files in it, into the dataclass `config`.
 
     With --resume DIR all other flags come from DIR/config.json. Raises InputError if DIR holds no
-    run, and if a given flag that is not in `changeable` differs from that file.
+    run or a run with flags of its own, and if a given flag that is not in `changeable` differs from
+    that file.
     """
     given = Parser(config, description).given(argv)
     resume = given.get("resume")
     if not resume:
         return config(**given)
-    stored = read_flags(Path(resume), "--resume")
-    names = [each.name for each in fields(config)]
-    stored = asdict(config(**{name: stored[name] for name in names if name in stored}))
+    stored = asdict(config(**known_flags(config, Path(resume), "--resume")))
     for name in sorted(given.keys() - changeable - {"resume"}):
         old, new = stored[name], given[name]
         if name == "reward":  # FILE.py may have moved; RunFolder compares what is in it
@@ -76,6 +75,19 @@ def parse_flags(
             began = f"{resume} began with --{name} {stored[name]}"
             raise InputError(f"--{name} {given[name]}: {began}, and --resume keeps it")
     return config(**stored | given | {"output": resume})
+
+
+def known_flags(config: type, run: Path, flag: str) -> dict[str, Any]:
+    """Read the flags of a run, without hashes. Raises InputError if `config` lacks one of them.
+
+    A script that extends stapo.py can have flags of its own. Without them the run is another one.
+    """
+    stored = read_flags(run, flag)
+    stored = {name: stored[name] for name in stored if not name.endswith("_fingerprint")}
+    for name in sorted(stored.keys() - {each.name for each in fields(config)}):
+        what = f"its run has --{name} {stored[name]}, which this program does not know"
+        raise InputError(f"{flag} {run}: {what}; use the program that began it")
+    return stored
 
 
 def read_flags(run: Path, flag: str) -> dict[str, Any]:

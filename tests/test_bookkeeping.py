@@ -22,6 +22,7 @@ from pathlib import Path
 import conftest
 import figures
 import pytest
+import tokens
 import torch
 import tqdm
 from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, stopped, weights
@@ -704,6 +705,16 @@ def test_a_run_goes_on_with_the_data_and_the_reward_that_it_began_with(own, caps
         assert f"{own}/run began with --reward {own}/own.py:length" in message
     stapo.main(f"--resume {own}/run --steps 2 --reward {own}/moved/own.py:length".split())
     assert len(lines(own / "run")) == 2
+
+
+def test_a_run_with_a_flag_of_another_program_is_refused(tmp_path, capsys):
+    """Without the flag it would go on as another run, and config.json would lose the flag."""
+    held = json.dumps(vars(Config()) | {"no_std": True, "model_fingerprint": "a"})
+    (tmp_path / "config.json").write_text(held)
+    assert "its run has --no_std True, which this" in refused(capsys, f"--resume {tmp_path}")
+    with pytest.raises(InputError, match="^RUN .* has --no_std True, which this program"):
+        tokens.parse([str(tmp_path)])
+    assert (tmp_path / "config.json").read_text() == held
 
 
 def test_an_error_of_one_rank_is_every_ranks(monkeypatch):
