@@ -565,9 +565,10 @@ def check_samples(folder: Path, cfg: Config) -> None:
         stored = asdict(type(cfg)(cfg.model)) | json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--output {folder}: {error}; name another directory") from error
-    for name, value in flags.items():
-        if stored.get(name) != value:
-            was = f"drawn with --{name} {stored.get(name)!r}, not {value!r}"
+    # A script that extends this one can have stored a flag of its own.
+    for name in [*flags, *sorted(stored.keys() - asdict(cfg).keys() - {"weights"})]:
+        if stored.get(name) != flags.get(name):
+            was = f"drawn with --{name} {stored.get(name)!r}, not {flags.get(name)!r}"
             was = f"of other weights than --model {cfg.model}" if name == "weights" else was
             raise InputError(f"--output {folder}: holds samples {was}; name another directory")
 

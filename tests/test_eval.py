@@ -411,6 +411,11 @@ def test_a_new_flag_belongs_to_the_samples_unless_it_is_named_as_harmless(tmp_pa
     evaluation.check_samples(tmp_path, more("M", **harmless))
     with pytest.raises(InputError, match="drawn with --shots 0, not 5"):
         evaluation.check_samples(tmp_path, more("M", shots=5))
+    (tmp_path / "samples.jsonl").write_text("")
+    evaluation.check_samples(tmp_path, more("M", shots=5))
+    write_rows(tmp_path / "samples.jsonl", {})
+    with pytest.raises(InputError, match="drawn with --shots 5, not None"):
+        evaluation.check_samples(tmp_path, evaluation.Config("M"))
 
 
 def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
