@@ -485,6 +485,28 @@ def test_a_time_limit_ends_the_process_that_a_reward_forks():
     assert code == -signal.SIGTERM
 
 
+def test_a_program_that_a_reward_executes_does_not_ignore_ctrl_c():
+    """With preexec_fn, subprocess runs the hooks of a fork. An ignored signal outlives exec."""
+    stopping.stop.listen()
+    code = "import signal; print(*map(signal.getsignal, (signal.SIGINT, signal.SIGHUP)))"
+    begun = [sys.executable, "-c", code]
+    with_hooks = subprocess.check_output(begun, preexec_fn=os.setpgrp)
+    assert with_hooks == subprocess.check_output(begun)
+
+
+def test_a_second_ctrl_c_ends_a_process_that_a_reward_forks(capfd):
+    stopping.stop.listen()
+    stopping.stop.asked_at = -math.inf  # long ago
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.join(0.5)  # Python drops a signal that arrives while it forks
+    os.kill(child.pid, signal.SIGINT)
+    child.join(10)
+    code = child.exitcode
+    child.kill()
+    assert code == 1 and "stopping" not in capfd.readouterr().err  # a KeyboardInterrupt
+
+
 def test_a_stop_lets_go_of_the_rollouts_cache_before_it_saves(finished, tmp_path, monkeypatch):
     """On a GPU the cache takes most of the memory, which gathering the weights needs."""
     caches, alive, cache, save = [], [], decoding.SlotCache, run_folder.save_checkpoint
