@@ -1033,7 +1033,7 @@ def train(cfg: Config) -> None:
             stop.leave_if_asked()
     # Neither is raised during the updates, so the weights belong to a whole step.
     except (Stopped, RewardError) as error:
-        ended_by = error
+        ended_by = Stopped() if stop.asked else error  # SIGTERM also ends a reward's processes
     run.save(policy.model, optimizer, task.tokenizer)
     # A reward that fails in step 1 leaves nothing to resume: a mended reward is another reward.
     if run.step > 0 or not isinstance(ended_by, RewardError):

@@ -756,6 +756,15 @@ def test_a_reward_that_fails_at_once_leaves_nothing_to_resume(own, capsys):
     assert len(run(own / "run", flags)) == 2  # the same command
 
 
+def test_a_reward_whose_processes_end_at_a_stop_has_not_failed(own, capsys):
+    """SIGTERM to all processes of a job ends those of the reward before the program leaves."""
+    code = "import os, signal\ndef ended(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    1/0\n"
+    (own / "bad.py").write_text(code)
+    with pytest.raises(stopping.Stopped):
+        run(own / "run", f"--data {own}/problems.jsonl --reward {own}/bad.py:ended")
+    assert f"--resume {own}/run" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------- what is refused
 
 
