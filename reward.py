@@ -11,6 +11,7 @@ import copy
 import importlib.util
 import math
 import numbers
+import os
 import re
 import sys
 import traceback
@@ -104,10 +105,13 @@ def load_reward(spec: str = "") -> Reward:
         raise RewardError(f"--reward {spec}: {file} has no function {name}")
 
     def reward(text: str, problem: dict) -> float:
+        process = os.getpid()
         try:
             # A copy: if the function changes the row, the next response must not be graded by that.
             value = function(text, copy.deepcopy(problem["row"]))
         except (Exception, SystemExit) as error:  # exit() in code that the function runs
+            if os.getpid() != process:  # a process that the function has forked ends in this way
+                raise
             raise RewardError(f"--reward {spec}: {described(error)}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")

@@ -1,10 +1,12 @@
 """The grader: what it accepts, what it refuses, and that nothing makes it slow or raises."""
 
 import random
+import subprocess
 import sys
 
 import pytest
 import spellings
+from helpers import ROOT
 from spellings import boxed
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
@@ -381,6 +383,15 @@ def test_a_reward_file_that_changes_its_row_or_leaves(tmp_path, monkeypatch):
     assert strike("5", problem) == strike("5", problem) == 1
     with pytest.raises(RewardError, match="SystemExit.*own.py, line 4"):
         load_reward(f"{tmp_path}/own.py:leave")("5", problem)
+
+
+def test_a_process_that_a_reward_forks_leaves_with_its_own_status(tmp_path):
+    own = "import os, sys\ndef forks(text, row):\n    child = os.fork()\n    if not child:\n"
+    own += "        sys.exit(3)\n    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+    (tmp_path / "own.py").write_text(own)
+    code = f"import reward; print(reward.load_reward('{tmp_path}/own.py:forks')('', dict(row=0)))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert said.stdout == "3.0\n" and not said.stderr
 
 
 @needs_benchmarks
