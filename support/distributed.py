@@ -201,6 +201,16 @@ def raised_on_all() -> Iterator[None]:
         raise errors[0]
 
 
+def refuse_differences(values: dict[str, Any]) -> None:
+    """Raise InputError on every rank if ranks have different values; values: {flag: value}."""
+    ranks = all_list(values)
+    for number, name in itertools.product(range(1, len(ranks)), ranks[0]):
+        own, first = ranks[number].get(name), ranks[0][name]
+        if own != first:
+            hint = "give all hosts the same flags and the same files"
+            raise InputError(f"--{name}: rank {number} has {own}, and rank 0 {first}; {hint}")
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier(group=patient)

@@ -254,6 +254,10 @@ def train_on_hosts_apart(folder: Path, flags: list[str]) -> None:
     stapo.main(flags)
 
 
+def train_with_flags_of_its_own(flags: list[str]) -> None:
+    stapo.main(flags[int(os.environ["RANK"])].split())
+
+
 def work_where_missing_names_are_remembered(program: Callable, flags: list[str]) -> None:
     """Once a name is missing on rank 1, it stays missing there, with all that it holds later."""
     missing, exists = set(), Path.exists

@@ -20,6 +20,7 @@ from ranks import (
     train_on_canned_rollouts,
     train_on_hosts_apart,
     train_with_clocks_apart,
+    train_with_flags_of_its_own,
     work_where_missing_names_are_remembered,
 )
 from transformers import AutoTokenizer
@@ -132,6 +133,32 @@ def test_ranks_that_do_not_share_the_output_are_one_line(tmp_path, copies, messa
         said = (tmp_path / f"log.{rank}").read_text()
         assert re.search(rf"^stapo.py: .*{message} \(rank {rank}\)$", said, re.MULTILINE), said
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "own, refused",
+    [
+        ("--lr 1", "--lr: rank 1 has 1.0, and rank 0 0.0003"),
+        ("--data problems.jsonl", "--data: rank 1 has 8 problems, .*, and rank 0 256 problems, .*"),
+        ("--data copy.jsonl --threads 2", None),
+    ],
+)
+def test_hosts_have_the_same_flags_and_the_same_files(tmp_path, own, refused):
+    """Each reads its own. The names of files may differ, but not what is in them."""
+    rows = [{"problem": f"Q: {i}+{i}=?", "answer": str(2 * i)} for i in range(1, 9)]
+    write_rows(tmp_path / "problems.jsonl", *rows)
+    shutil.copy(TINY / "test.jsonl", tmp_path / "copy.jsonl")
+    flags = f"@{TINY}/args --data {TINY}/test.jsonl --steps 1 --batch_size 2 --mini_batch_size 2"
+    flags += f" --group_size 2 --max_new_tokens 4 --output {tmp_path}/run"
+    own = own.replace("--data ", f"--data {tmp_path}/")
+    log = tmp_path / "log"
+    codes = launch(train_with_flags_of_its_own, 2, log, [flags, f"{flags} {own}"], timeout=60)
+    if refused is None:
+        assert codes == [0, 0]
+        return
+    assert any(codes) and not (tmp_path / "run").exists()
+    said = Path(f"{log}.0").read_text()
+    assert re.search(rf"^stapo.py: {refused}; give all hosts the same flags", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize("program", [stapo.main, evaluation.main])
