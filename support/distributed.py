@@ -7,6 +7,7 @@ on one GPU: FSDP2's mixed precision keeps float32 weights and computes in bfloat
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import resource
 import sys
@@ -124,6 +125,9 @@ def end_process(program: str, error: BaseException) -> NoReturn:
         traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
+    # os._exit leaves a reward's processes behind. Forked ones can keep the GPU's memory.
+    for child in multiprocessing.active_children():
+        child.terminate()
     os._exit(code)
 
 

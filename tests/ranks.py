@@ -5,6 +5,7 @@ imported torch, transformers and datasets once.
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -274,6 +275,16 @@ def work_where_missing_names_are_remembered(program: Callable, flags: list[str])
 
 
 # ------------------------------------------------------------------------------- a rank that fails
+
+
+def fail_beside_a_process(lock: Path) -> None:
+    """Each rank and a process that its reward has started hold a lock together."""
+    file = lock.open("w")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    with distributed.session("stapo.py"):
+        fork = multiprocessing.get_context("fork")
+        fork.Process(target=time.sleep, args=(30,), daemon=True).start()
+        raise stapo.InputError("a failure beside a process")
 
 
 # place: (the function that fails, whose it is, on which rank, with what)

@@ -1,5 +1,7 @@
 """One, two and four ranks compute the same thing; a run survives being killed at any moment."""
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import re
@@ -15,6 +17,7 @@ from ranks import (
     CASES,
     ON_FOUR,
     begin,
+    fail_beside_a_process,
     fail_in,
     launch,
     train_on_canned_rollouts,
@@ -236,6 +239,18 @@ def test_a_rank_that_fails_ends_the_job(tmp_path, place):
     assert ("Traceback" in logs[failing]) == (place in ("update", "writing"))
     if place not in ("update", "writing", "flags"):
         assert not any("Traceback" in said for said in logs)
+
+
+def test_a_rank_that_ends_leaves_no_process_of_a_reward_behind(tmp_path):
+    assert launch(fail_beside_a_process, 2, tmp_path / "log", tmp_path / "lock") == [1, 1]
+    deadline = time.monotonic() + 5
+    with (tmp_path / "lock").open() as file:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            assert time.monotonic() < deadline, "a process still has the lock"
+            time.sleep(0.05)
 
 
 def test_every_method_is_trained_on_several_ranks():
