@@ -657,7 +657,7 @@ def run(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
-        cfg = parse_flags(Config, __doc__.split("\n")[0], argv)
+        cfg = distributed.broadcast(parse_flags(Config, __doc__.split("\n")[0], argv))
         progress.quiet_libraries()
         progress.report_device(weights="bfloat16")
         try:

@@ -173,14 +173,6 @@ CHANGEABLE = frozenset(
 )
 
 
-# Flags in which the hosts of a run may differ: names of files, whose contents are compared, and how
-# much a host computes at a time. Every other flag must be the same on all hosts.
-HOSTS_OWN = MOVABLE | frozenset(
-    "reward chat_template output resume eval_benchmarks rollout_batch_size tokens_per_micro_batch "
-    "gradient_checkpointing threads".split()
-)
-
-
 # =========================================================================== the loss, Sec. 2 and 3
 #
 # From here to "the loss ends here" nothing but `import torch` is needed: copy it.
@@ -941,19 +933,6 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     return Task(tokenizer, kept, reward, suite, fingerprints)
 
 
-def load_same_task(cfg: Config, checkpoint: Path | None) -> Task:
-    """Call load_task on every rank. Raises InputError on every rank if one fails or differs.
-
-    Each host reads its own command line and its own files. They could be other ones.
-    """
-    with distributed.raised_on_all():
-        task = load_task(cfg, checkpoint)
-    values = {name: value for name, value in asdict(cfg).items() if name not in HOSTS_OWN}
-    values["eval_benchmarks"] = fingerprint(list(task.suite.values()))
-    distributed.refuse_differences(values | task.fingerprints)
-    return task
-
-
 def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> None:
     """Evaluate the policy before step 1 and every --eval_every steps, into metrics.jsonl.
 
@@ -1008,7 +987,10 @@ def train(cfg: Config) -> None:
     Raises InputError, and Stopped after a stop was asked for.
     """
     checkpoint = newest_checkpoint(Path(cfg.resume)) if cfg.resume else None
-    task = load_same_task(cfg, checkpoint)
+    with distributed.raised_on_all():
+        task = load_task(cfg, checkpoint)
+    suite = fingerprint(list(task.suite.values()))
+    distributed.refuse_differences(task.fingerprints | {"eval_benchmarks": suite})
     # With --resume, parse_flags has put that directory into cfg.output.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
     run = RunFolder(output, asdict(cfg))
@@ -1068,6 +1050,7 @@ def main(argv: list[str] | None = None) -> None:
         progress.quiet_libraries()
         with distributed.raised_on_all():
             cfg = parse_flags(Config, __doc__.split("\n")[0], argv, CHANGEABLE | MOVABLE)
+        cfg = distributed.broadcast(cfg)  # of several hosts' flags, those of rank 0 count
         if cfg.threads > 0:
             torch.set_num_threads(cfg.threads)
         progress.report_device(weights="float32")

@@ -205,14 +205,16 @@ def raised_on_all() -> Iterator[None]:
         raise errors[0]
 
 
-def refuse_differences(values: dict[str, Any]) -> None:
-    """Raise InputError on every rank if ranks have different values; values: {flag: value}."""
-    ranks = all_list(values)
-    for number, name in itertools.product(range(1, len(ranks)), ranks[0]):
-        own, first = ranks[number].get(name), ranks[0][name]
-        if own != first:
-            hint = "give all hosts the same flags and the same files"
-            raise InputError(f"--{name}: rank {number} has {own}, and rank 0 {first}; {hint}")
+def refuse_differences(contents: dict[str, str]) -> None:
+    """Raise InputError if the hosts of a run have different files; contents: {flag: fingerprint}.
+
+    Every rank must call this.
+    """
+    ranks = all_list(contents)
+    for name, other in itertools.product(contents, ranks):
+        if other[name] != ranks[0][name]:
+            what = f"hosts have different files ({ranks[0][name]} and {other[name]})"
+            raise InputError(f"--{name}: {what}; give all hosts the same files")
 
 
 def barrier() -> None:

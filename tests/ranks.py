@@ -249,14 +249,10 @@ def train_with_clocks_apart(output: Path) -> None:
     )
 
 
-def train_on_hosts_apart(folder: Path, flags: list[str]) -> None:
-    """Under the name `run` each rank has a folder of its own."""
+def work_on_hosts_apart(program: Callable, folder: Path, flags: list[str], *more: str) -> None:
+    """Under the names `run` and `data.jsonl` each rank has its own. Rank 1 has more flags."""
     os.chdir(folder / os.environ["RANK"])
-    stapo.main(flags)
-
-
-def train_with_flags_of_its_own(flags: list[str]) -> None:
-    stapo.main(flags[int(os.environ["RANK"])].split())
+    program(flags if os.environ["RANK"] == "0" else [*flags, *more])
 
 
 def work_where_missing_names_are_remembered(program: Callable, flags: list[str]) -> None:

@@ -21,9 +21,8 @@ from ranks import (
     fail_in,
     launch,
     train_on_canned_rollouts,
-    train_on_hosts_apart,
     train_with_clocks_apart,
-    train_with_flags_of_its_own,
+    work_on_hosts_apart,
     work_where_missing_names_are_remembered,
 )
 from transformers import AutoTokenizer
@@ -131,37 +130,49 @@ def test_ranks_that_do_not_share_the_output_are_one_line(tmp_path, copies, messa
         if rank in copies:
             shutil.copytree(tmp_path / "whole", tmp_path / rank / "run")
     flags = ["--resume", "run"] if copies else [*own, "run"]
-    assert all(launch(train_on_hosts_apart, 2, tmp_path / "log", tmp_path, flags))
+    assert all(launch(work_on_hosts_apart, 2, tmp_path / "log", stapo.main, tmp_path, flags))
     for rank in (0, 1):
         said = (tmp_path / f"log.{rank}").read_text()
         assert re.search(rf"^stapo.py: .*{message} \(rank {rank}\)$", said, re.MULTILINE), said
         assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("flag", ["data", "eval_benchmarks"])
+def test_hosts_with_other_files_of_the_same_name_are_refused(tmp_path, flag):
+    rows = [{"problem": f"Q: {i}+{i}=?", "answer": str(2 * i)} for i in (1, 2, 3)]
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        write_rows(tmp_path / str(rank) / "data.jsonl", *rows[: 2 + rank])
+    files = {"data": f"{TINY}/test.jsonl", "eval_benchmarks": f"{TINY}/test.jsonl"}
+    flags = f"--model {TINY} --steps 1 --batch_size 2 --mini_batch_size 2 --group_size 2 "
+    flags += f"--max_new_tokens 4 --instruction= --eval_every 1 --output {tmp_path}/run"
+    for name, file in (files | {flag: "data.jsonl"}).items():
+        flags += f" --{name} {file}"
+    assert any(
+        launch(work_on_hosts_apart, 2, tmp_path / "log", stapo.main, tmp_path, flags.split())
+    )
+    said = (tmp_path / "log.0").read_text()
+    assert re.search(rf"^stapo.py: --{flag}: hosts have different files", said, re.MULTILINE)
+    assert not (tmp_path / "run").exists()
+
+
+TRAINING = f"--data {TINY}/test.jsonl --steps 1 --batch_size 2 --mini_batch_size 2 --group_size 2"
+EVALUATION = f"--benchmarks {TINY}/test.jsonl --limit 2 --samples 1"
+
+
 @pytest.mark.parametrize(
-    "own, refused",
+    "program, flags, other",
     [
-        ("--lr 1", "--lr: rank 1 has 1.0, and rank 0 0.0003"),
-        ("--data problems.jsonl", "--data: rank 1 has 8 problems, .*, and rank 0 256 problems, .*"),
-        ("--data copy.jsonl --threads 2", None),
+        (stapo.main, TRAINING, ["--lr", "1", "--data", "nowhere.jsonl"]),
+        (evaluation.main, EVALUATION, ["--benchmarks", "nowhere.jsonl"]),
     ],
 )
-def test_hosts_have_the_same_flags_and_the_same_files(tmp_path, own, refused):
-    """Each reads its own. The names of files may differ, but not what is in them."""
-    rows = [{"problem": f"Q: {i}+{i}=?", "answer": str(2 * i)} for i in range(1, 9)]
-    write_rows(tmp_path / "problems.jsonl", *rows)
-    shutil.copy(TINY / "test.jsonl", tmp_path / "copy.jsonl")
-    flags = f"@{TINY}/args --data {TINY}/test.jsonl --steps 1 --batch_size 2 --mini_batch_size 2"
-    flags += f" --group_size 2 --max_new_tokens 4 --output {tmp_path}/run"
-    own = own.replace("--data ", f"--data {tmp_path}/")
-    log = tmp_path / "log"
-    codes = launch(train_with_flags_of_its_own, 2, log, [flags, f"{flags} {own}"], timeout=60)
-    if refused is None:
-        assert codes == [0, 0]
-        return
-    assert any(codes) and not (tmp_path / "run").exists()
-    said = Path(f"{log}.0").read_text()
-    assert re.search(rf"^stapo.py: {refused}; give all hosts the same flags", said, re.MULTILINE)
+def test_the_flags_of_rank_0_count(tmp_path, program, flags, other):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    flags += f" --model {TINY} --max_new_tokens 4 --instruction= --output {tmp_path}/run"
+    every = program, tmp_path, flags.split(), *other
+    assert launch(work_on_hosts_apart, 2, tmp_path / "log", *every) == [0, 0]
 
 
 @pytest.mark.parametrize("program", [stapo.main, evaluation.main])
