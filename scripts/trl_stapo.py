@@ -332,6 +332,10 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
             prompt = "\n".join(filter(None, (problem["problem"], flags.instruction)))
             turns = [{"role": "user", "content": prompt}]  # TRL applies the chat template to these
             prompt = turns if tokenizer.chat_template else prompt + "\n"
+            if not tokenizer.chat_template and tokenizer(prompt).input_ids != ids:
+                why = "its tokenizer ends every prompt, and TRL samples after that end"
+                hint = "turn add_eos_token off in the tokenizer's files"
+                raise InputError(f"{model.model_name_or_path}: {why}; {hint}")
             dataset.append({"prompt": prompt, "index": index})
             encoded.append(ids)
     if not dataset:

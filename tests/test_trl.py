@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT, TINY, example, make_random_model
 from ranks import launch
 from reference import method_loss, plain_head, row_stats
+from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
 
 import stapo
@@ -518,6 +519,19 @@ def test_prompts_and_stops_are_those_of_stapo(tmp_path, engine, chat):
             assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": stops}
         else:
             assert trainer.generation_config.eos_token_id == stops
+
+
+def test_a_tokenizer_that_ends_every_text_is_refused(tmp_path):
+    """stapo.py takes the end away. TRL has no place for that."""
+    shutil.copytree(TINY, tmp_path / "model")
+    tokenizer = load_tokenizer(str(TINY))
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    ending = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = ending
+    tokenizer.save_pretrained(tmp_path / "model")
+    argv = [*small(tmp_path / "run"), "--model_name_or_path", f"{tmp_path}/model"]
+    with pytest.raises(ValueError, match="/model: its tokenizer ends every prompt"):
+        trl_stapo.make_trainer(argv)
 
 
 # ------------------------------------------------------------------------------ the page's examples
