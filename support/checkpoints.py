@@ -87,7 +87,7 @@ def save_checkpoint(
                 sync(path)
             partial.rename(folder)
             sync(folder.parent)
-            delete_old(folder.parent.parent, keep_last)
+            delete_old(folder, keep_last)
 
 
 @contextlib.contextmanager
@@ -112,9 +112,13 @@ def unwrapped(error: BaseException) -> BaseException:
     return error.__cause__ or error
 
 
-def delete_old(run: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints. One that cannot be deleted does not end the run."""
-    for old in checkpoints(run)[:-keep_last]:
+def delete_old(newest: Path, keep_last: int) -> None:
+    """Delete all but the newest checkpoints. One that cannot be deleted does not end the run.
+
+    A checkpoint of a later step was copied here from another run: it stays, and does not count.
+    """
+    saved = [x for x in checkpoints(newest.parent.parent) if step_of(x) <= step_of(newest)]
+    for old in saved[:-keep_last]:
         try:
             shutil.rmtree(old.rename(old.with_suffix(".partial")))  # half of it is no checkpoint
         except OSError as error:

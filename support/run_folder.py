@@ -119,7 +119,10 @@ class RunFolder:
         self.saved_at = time.monotonic()
 
     def check_records(self) -> None:
-        """Raise InputError if a new run finds another run, or a resumed one no checkpoint."""
+        """Raise InputError if a new run finds another run, or a resumed one no own checkpoint.
+
+        The metrics of a step are on the disk before its checkpoint.
+        """
         steps, saved = [line["step"] for line in self.lines()], checkpoints(self.path)
         if not self.flags["resume"] and (saved or steps or (self.path / "evaluations").exists()):
             hint = f"continue it with --resume {self.path} or name another directory"
@@ -127,6 +130,10 @@ class RunFolder:
         if any(steps) and not saved:  # Step 0 is the evaluation before the first.
             hint = "start anew in another --output"
             raise InputError(f"--resume {self.path}: holds no checkpoint; {hint}")
+        if any(steps) and step_of(saved[-1]) not in steps:
+            what = f"{saved[-1]} is of a step that metrics.jsonl lacks"
+            hint = "move it away if it is another run's, or copy the whole run again"
+            raise InputError(f"--resume {self.path}: {what}; {hint}")
 
     def begin(self, fingerprints: dict[str, str]) -> None:
         """Write config.json, and remove records of steps after the checkpoint: they come again.

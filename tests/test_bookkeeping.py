@@ -124,6 +124,24 @@ def test_what_holds_no_run_or_no_checkpoint_is_refused_and_left(finished, tmp_pa
     assert "--resume" in refused(capsys, f"{FLAGS} --output {output}")
 
 
+def test_a_checkpoint_of_another_run_is_not_this_runs_newest(finished, tmp_path, capsys):
+    output, flags = shutil.copytree(finished, tmp_path / "run"), "--keep_last 1 --steps 3"
+    other = output / "checkpoints" / "step_000005"
+    shutil.copytree(output / "checkpoints" / "step_000002", other)
+    assert f"{other} is of a step that" in refused(capsys, f"--resume {output} {flags}")
+    shutil.move(other, tmp_path)
+    save = support.checkpoints.save_checkpoint
+
+    def while_it_is_copied(*arguments):
+        shutil.copytree(tmp_path / "step_000005", other)
+        save(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "save_checkpoint", while_it_is_copied)
+        stapo.main(f"--resume {output} {flags}".split())
+    assert [step_of(path) for path in checkpoints(output)] == [3, 5]
+
+
 def hold(folder: Path, name: str) -> None:
     """A process that works in folder / name until it is killed; a child of it lives on."""
     run_folder.claim(folder / name)
