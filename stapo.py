@@ -37,6 +37,7 @@ in plain code. tests/test_distributed.py compares two and four ranks with one.
 
 import itertools
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -992,7 +993,8 @@ def train(cfg: Config) -> None:
     suite = fingerprint(list(task.suite.values()))
     distributed.refuse_differences(task.fingerprints | {"eval_benchmarks": suite})
     # With --resume, parse_flags has put that directory into cfg.output.
-    output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}"
+    # Runs of several seeds can start in the same second.
+    output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{os.getpid()}"
     run = RunFolder(output, asdict(cfg))
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
     run.begin(task.fingerprints | starting_weights(policy, reference, run.checkpoint))

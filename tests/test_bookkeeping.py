@@ -142,6 +142,17 @@ def test_a_checkpoint_of_another_run_is_not_this_runs_newest(finished, tmp_path,
     assert [step_of(path) for path in checkpoints(output)] == [3, 5]
 
 
+def test_runs_without_an_output_that_start_in_the_same_second_are_apart(tmp_path, monkeypatch):
+    clock = types.SimpleNamespace(strftime=lambda _: "20260101-000000", monotonic=time.monotonic)
+    monkeypatch.setattr(stapo, "time", clock)
+    flags = [flag.replace("tests/tiny", str(TINY)) for flag in FLAGS.split()]
+    monkeypatch.chdir(tmp_path)
+    for process in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        stapo.main([*flags, "--model", str(TINY), "--steps", "1"])
+    assert [len(lines(path)) for path in (tmp_path / "runs").iterdir()] == [1, 1]
+
+
 def hold(folder: Path, name: str) -> None:
     """A process that works in folder / name until it is killed; a child of it lives on."""
     run_folder.claim(folder / name)
