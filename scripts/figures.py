@@ -10,6 +10,7 @@
 3. The script prints how far a run's score has moved from its first evaluation to its last.
 4. If methods have runs with the same seeds, it prints the difference of their accuracies, over the
    steps that all of these runs have. A seed that has several runs of one method is left out.
+5. It names the runs of a seed that counts several times in a line, such as a run and its copy.
 
 scripts/tokens.py draws a model's tokens.
 """
@@ -325,6 +326,16 @@ def other_flags(group: Group, first: Group) -> str:
     return "".join(f", {name} {its} and not {other}" for name, its, other in pairs if its != other)
 
 
+def repeated(groups: list[Group]) -> list[str]:
+    """Return a line for each seed that a group has in several runs, such as a run and its copy."""
+    seeds = [(group.label, *item) for group in groups for item in group.runs.items()]
+    return [
+        f"{label}: seed {seed} counts {len(runs)} times in the curves: {', '.join(map(str, runs))}"
+        for label, seed, runs in seeds
+        if len(runs) > 1
+    ]
+
+
 def draw(paths: list[Path], out: Path, window: int) -> None:
     """Draw all figures, and print differences of accuracies. Raises ValueError and OSError."""
     groups = group_runs(paths, window)
@@ -340,7 +351,8 @@ def draw(paths: list[Path], out: Path, window: int) -> None:
         refuse_strangers(out, stem)
     for stem, panels in figures.items():
         draw_curves(stem, panels, groups, window, out)
-    for words in [*itertools.chain.from_iterable(map(changes, paths)), *differences(groups)]:
+    moved = itertools.chain.from_iterable(map(changes, paths))
+    for words in [*moved, *differences(groups), *repeated(groups)]:
         print(words)
     print(f"figures in {out}")
 

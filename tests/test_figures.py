@@ -210,7 +210,9 @@ def test_a_difference_names_its_steps_seeds_and_other_flags(tmp_path, undrawn, c
     said = f"{name}: without seed 2, which has several runs of one method\n"
     said += f"{name}, seeds 0, 1, lr 2e-06 and not 1e-06: accuracy "
     said += "-15.0 ± 5.0 points over steps 1 to 10\n"
-    assert capsys.readouterr().out.startswith(said)
+    printed = capsys.readouterr().out
+    assert printed.startswith(said)
+    assert f"in the curves: {tmp_path}/stapo-2, {tmp_path}/stapo-2-crashed\n" in printed
 
 
 def test_errors_are_one_line_that_names_the_file(tmp_path, undrawn):
