@@ -89,6 +89,9 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
             check_head(whole)
             check_ties(name, whole)
     if not dist.is_initialized():  # a single CPU process
+        # from_pretrained makes every parameter trainable, also one that the model's class freezes.
+        for key, parameter in empty_model(whole.config).named_parameters():
+            whole.get_parameter(key).requires_grad_(parameter.requires_grad)
         return Policy(whole, gradient_checkpointing)
     policy = Policy(empty_model(load_config(name)), gradient_checkpointing)
     distributed.shard(policy)

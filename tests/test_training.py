@@ -17,6 +17,7 @@ from helpers import FLAGS, TINY, padded, read_rows, refused, responses_of, run, 
 from ranks import launch
 from reference import method_loss, row_stats
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
 import eval as evaluation
 import rollout
@@ -274,6 +275,17 @@ def test_a_frozen_parameter_does_not_decay(model, policy):
     update(policy, optimizer, batch, choice.keep, counts, Config())
     same = {name for name, value in model.state_dict().items() if torch.equal(value, before[name])}
     assert same == {name for name in before if ".layers.0." in name}
+
+
+def test_a_model_is_frozen_where_its_class_says_so(tmp_path):
+    """from_pretrained makes all parameters trainable. With several ranks some are not."""
+    sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 8}
+    config = Ernie4_5_MoeConfig(**sizes, moe_num_experts=2, moe_k=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    named = rollout.load_policy(str(tmp_path)).model.named_parameters()
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+    assert len(frozen) == 1 and frozen[0].endswith("e_score_correction_bias")
 
 
 def test_a_mask_that_keeps_nothing_is_a_step_of_zero_gradients(model, policy):
