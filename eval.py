@@ -36,7 +36,7 @@ from reward import Reward, extract_answer, is_correct, load_reward
 from rollout import Model, Response, Tokenizer, encode_prompt
 from support import distributed, progress
 from support.distributed import rank, world_size
-from support.errors import InputError
+from support.errors import InputError, RewardError
 from support.files import fingerprint, write_whole
 from support.flags import flag, parse_flags
 from support.journal import Journal, Key, key_of
@@ -641,7 +641,12 @@ def run(cfg: Config) -> None:
     stop.listen()
     sample_suite(model, tokenizer, problems, decodings, journal, cfg)
     del model  # its memory is the verifier's
-    samples = grade(journal, problems, reward)
+    try:
+        samples = grade(journal, problems, reward)
+    except RewardError:
+        if stop.asked:  # SIGTERM also ends a reward's processes
+            raise Stopped from None
+        raise
     verdicts = judge(problems, samples, folder, cfg) if cfg.verifier else None
     scores = summarize(samples, verdicts)
     if rank() == 0:

@@ -29,6 +29,7 @@ from reward import is_correct
 from rollout import INSTRUCTION, Response, load_model, load_tokenizer
 from support import distributed, journal, models
 from support.errors import InputError
+from support.stop import Stopped
 
 RESULTS = {".lock", ".process", "samples.jsonl", "settings.json", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
@@ -683,6 +684,16 @@ def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(text.replace("== 0 else", "< 3 else"))
     assert run(tmp_path / "out", *flags)["training"]["task"]["mean"] == 50
     assert len(fake.asked) == 6 + 3
+
+
+def test_a_reward_whose_processes_end_at_a_stop_has_not_failed(tmp_path, monkeypatch):
+    """SIGTERM to all processes of a job ends those of the reward before the program leaves."""
+    Scripted(monkeypatch, lucky)
+    flags = task_of_its_own(tmp_path)
+    code = "import os, signal\ndef level(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    1/0\n"
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(Stopped):
+        run(tmp_path / "out", *flags)
 
 
 def test_a_reward_that_fails_on_one_rank_ends_all_and_keeps_the_responses(tmp_path, monkeypatch):
