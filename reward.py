@@ -110,8 +110,9 @@ def load_reward(spec: str = "") -> Reward:
             # A copy: if the function changes the row, the next response must not be graded by that.
             value = function(text, copy.deepcopy(problem["row"]))
         except (Exception, SystemExit) as error:  # exit() in code that the function runs
-            if os.getpid() != process:  # a process that the function has forked ends in this way
-                raise
+            if os.getpid() != process:  # a process that the function has forked ends here
+                code = getattr(error, "code", 1)  # sys.exit has one
+                os._exit(code if isinstance(code, int) else int(code is not None))
             raise RewardError(f"--reward {spec}: {described(error)}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")

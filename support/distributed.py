@@ -93,14 +93,11 @@ def finish() -> None:
 @contextlib.contextmanager
 def session(program: str) -> Iterator[None]:
     """Run a program within the process group. An InputError ends the program with one line."""
-    process = os.getpid()
     with unread_output_is_dropped():
         try:
             start()
             yield
         except BaseException as error:
-            if os.getpid() != process and dist.is_initialized():
-                end_fork(error)
             if world_size() > 1:
                 end_process(program, error)
             finish()
@@ -109,20 +106,6 @@ def session(program: str) -> Iterator[None]:
                 sys.exit(f"{program}: {error}")
             raise
         finish()
-
-
-def end_fork(error: BaseException) -> NoReturn:
-    """End a process that a reward has forked, with the status that Python would give it.
-
-    It has none of the process group's threads: destroying the group would crash. The other
-    processes of the reward are not its own.
-    """
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    code = getattr(error, "code", 1)
-    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def end_process(program: str, error: BaseException) -> NoReturn:

@@ -283,24 +283,6 @@ def fail_beside_a_process(lock: Path) -> None:
         raise stapo.InputError("a failure beside a process")
 
 
-def fork_beside_a_process() -> None:
-    """A reward forks processes that leave with a status, beside a process that it goes on with."""
-    group = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (group | {"MASTER_PORT": 0}).items():
-        os.environ.setdefault(name, str(value))
-    with distributed.session("stapo.py"):
-        beside = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
-        beside.start()
-        for status in (3, None):
-            process = os.fork()
-            if not process:
-                sys.exit(status)
-            assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == (status or 0)
-        beside.join(0.5)
-        assert beside.is_alive()
-        beside.kill()
-
-
 # place: (the function that fails, whose it is, on which rank, with what)
 FAILURES = {
     "update": ("update", stapo, 1, ConnectionError),  # an OSError that is no failed write

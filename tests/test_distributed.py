@@ -19,7 +19,6 @@ from ranks import (
     begin,
     fail_beside_a_process,
     fail_in,
-    fork_beside_a_process,
     launch,
     train_on_canned_rollouts,
     train_with_clocks_apart,
@@ -263,12 +262,6 @@ def test_a_rank_that_ends_leaves_no_process_of_a_reward_behind(tmp_path):
                 return
             assert time.monotonic() < deadline, "a process still has the lock"
             time.sleep(0.05)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_process_that_a_reward_forks_leaves_the_job_alone(tmp_path, world):
-    """Also on one GPU, which has a process group, too."""
-    assert launch(fork_beside_a_process, world, tmp_path / "log") == [0] * world
 
 
 def test_every_method_is_trained_on_several_ranks():

@@ -386,12 +386,20 @@ def test_a_reward_file_that_changes_its_row_or_leaves(tmp_path, monkeypatch):
 
 
 def test_a_process_that_a_reward_forks_leaves_with_its_own_status(tmp_path):
+    """At once: nothing that is around the call, such as the end of a process group, runs twice."""
     own = "import os, sys\ndef forks(text, row):\n    child = os.fork()\n    if not child:\n"
-    own += "        sys.exit(3)\n    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+    own += "        sys.exit(row)\n    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
     (tmp_path / "own.py").write_text(own)
-    code = f"import reward; print(reward.load_reward('{tmp_path}/own.py:forks')('', dict(row=0)))"
+    code = f"""
+import reward
+try:
+    own = reward.load_reward("{tmp_path}/own.py:forks")
+    print(*(own("", dict(row=status)) for status in (3, None, "words")))
+finally:
+    print("end")
+"""
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert said.stdout == "3.0\n" and not said.stderr
+    assert said.stdout == "3.0 0.0 1.0\nend\n" and not said.stderr
 
 
 @needs_benchmarks
