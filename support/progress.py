@@ -108,7 +108,9 @@ def report_step(line: dict, sample: dict, total: int, lines: list[dict]) -> None
     # Steps 1, 2, 4, 8, ... and the last: a model changes most at the start of a run.
     if step & (step - 1) == 0 or step == total:
         say(response_in_words(sample, step))
-    if step == 1 and line["accuracy"] == 0 and sample["gold"]:
+    # Rewards of your own can be at most 0 and differ: then the model learns.
+    nothing = line["accuracy"] == 0 and line["zero_advantage_fraction"] == 1
+    if step == 1 and sample["gold"] and nothing:
         hint = "compare this form with the boxes in samples.jsonl"
         log(f"step 1: no response is right; an answer in the data is {sample['gold']!r}: {hint}")
     check_sampler(line)

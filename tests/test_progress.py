@@ -28,16 +28,28 @@ def test_what_is_left_is_as_long_as_a_usual_recent_step(seconds, steps, words):
     assert progress.time_left(lines, steps) == words
 
 
+LINE = dict.fromkeys("accuracy entropy silenced_fraction sampling_z sampling_gap".split(), 0.0)
+LINE |= {"response_length": 9.0, "rollout_seconds": 1.0, "update_seconds": 1.0}
+LINE |= {"zero_advantage_fraction": 1.0}
+
+
 def test_responses_are_shown_at_powers_of_two_and_at_the_end(capsys):
     """Without a right answer in the data, step 1 has none that boxes could be compared with."""
-    line = dict.fromkeys("accuracy entropy silenced_fraction sampling_z sampling_gap".split(), 0.0)
-    line |= {"response_length": 9.0, "rollout_seconds": 1.0, "update_seconds": 1.0}
     sample = {"problem": "1+1", "gold": "", "response": "?", "reward": -1.0}
     for step in range(1, 7):
-        progress.report_step(line | {"step": step}, sample, 6, [])
+        progress.report_step(LINE | {"step": step}, sample, 6, [])
     out, err = capsys.readouterr()
     assert re.findall(r"^--- step (\d)", out, re.MULTILINE) == ["1", "2", "4", "6"]
     assert "no response is right" not in err
+
+
+@pytest.mark.parametrize(("equal", "hint"), [(1.0, True), (0.25, False)])
+def test_negative_rewards_that_differ_are_not_taken_for_a_wrong_form(capsys, equal, hint):
+    """A reward of penalties alone has accuracy 0 and trains."""
+    sample = {"problem": "1+1", "gold": "2", "response": "?", "reward": -0.3}
+    line = LINE | {"step": 1, "zero_advantage_fraction": equal}
+    progress.report_step(line, sample, 6, [])
+    assert ("no response is right" in capsys.readouterr().err) == hint
 
 
 def test_the_line_of_a_step_ends_with_the_time_left(tmp_path, capsys, monkeypatch):
