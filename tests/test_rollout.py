@@ -676,6 +676,13 @@ def test_column_layouts(tmp_path, row, answer):
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
 
 
+def test_a_reward_gets_the_objects_of_its_own_row(tmp_path):
+    """Versions of `datasets` that requirements.txt excludes add the keys of other rows' objects."""
+    rows = [{"problem": key, "answer": "1", "tests": {key: 2}} for key in "ab"]
+    problems = load_problems(write_rows(tmp_path / "rows.jsonl", *rows), whole_rows=True)
+    assert [problem["row"]["tests"] for problem in problems] == [{"a": 2}, {"b": 2}]
+
+
 def test_of_rows_with_the_same_problem_the_first_counts(tmp_path):
     rows = [{"problem": "1+1", "answer": answer} for answer in ("2", "3")]
     assert load_problems(write_rows(tmp_path / "rows.jsonl", *rows)) == rows[:1]
