@@ -448,7 +448,7 @@ def accuracy(rows: list[dict]) -> dict:
     return {
         "mean": fmean(rates),
         "standard_error": stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else None,
-        "pass_at_k": {k: 100 * fmean(pass_at_k(n, count, k) for count in counts) for k in ks},
+        "pass_at_k": {k: fmean(100 * pass_at_k(n, count, k) for count in counts) for k in ks},
     }
 
 

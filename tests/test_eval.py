@@ -158,6 +158,17 @@ def test_scores_say_which_problems_they_are_over(tmp_path, monkeypatch):
     assert marks[0] == marks[1] != marks[2]
 
 
+def test_pass_at_1_equals_the_mean_to_the_last_digit():
+    counts = [1] * 85 + [2] * 15  # 115 of 800 are right, 14.375 %: a tie if two digits are printed
+    rows = [
+        {"problem": number, "correct": sample < count}
+        for number, count in enumerate(counts)
+        for sample in range(8)
+    ]
+    scores = evaluation.accuracy(rows)
+    assert scores["pass_at_k"][1] == scores["mean"] == 14.375
+
+
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
     for n in range(1, 8):
         for right in range(n + 1):
