@@ -427,11 +427,12 @@ def judge(
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Return the chance that k samples, drawn from n of which `right` are right, have a right one.
+    """Return the chance in percent that one of k samples is right; `right` of n samples are right.
 
-    It is 1 - C(n - right, k) / C(n, k).
+    It is 1 - C(n - right, k) / C(n, k), rounded once. With k = 1 it equals 100 * right / n.
     """
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
+    subsets = math.comb(n, k)
+    return 100 * (subsets - math.comb(n - right, k)) / subsets
 
 
 def accuracy(rows: list[dict]) -> dict:
@@ -448,7 +449,7 @@ def accuracy(rows: list[dict]) -> dict:
     return {
         "mean": fmean(rates),
         "standard_error": stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else None,
-        "pass_at_k": {k: fmean(100 * pass_at_k(n, count, k) for count in counts) for k in ks},
+        "pass_at_k": {k: fmean(pass_at_k(n, count, k) for count in counts) for k in ks},
     }
 
 
