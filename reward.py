@@ -114,6 +114,10 @@ def load_reward(spec: str = "") -> Reward:
                 code = getattr(error, "code", 1)  # sys.exit has one
                 os._exit(code if isinstance(code, int) else int(code is not None))
             raise RewardError(f"--reward {spec}: {described(error)}") from error
+        except KeyboardInterrupt as error:
+            if not error.__cause__:  # a process pool gives its process's interrupt a cause
+                raise
+            raise RewardError(f"--reward {spec}: {described(error)}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
         return float(value)

@@ -402,6 +402,21 @@ finally:
     assert said.stdout == "3.0 0.0 1.0\nend\n" and not said.stderr
 
 
+def test_ctrl_c_in_a_process_of_a_reward_is_an_error_of_the_reward(tmp_path, monkeypatch):
+    """A ProcessPoolExecutor hands a KeyboardInterrupt over. It would end a run without a save."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    own = "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n"
+    own += "def work():\n    raise KeyboardInterrupt\n"
+    own += "def f(text, row):\n    context = multiprocessing.get_context('spawn')\n"
+    own += "    with ProcessPoolExecutor(1, mp_context=context) as pool:\n"
+    own += "        return pool.submit(work).result()\ndef ended(text, row): work()\n"
+    (tmp_path / "pool_reward.py").write_text(own)
+    with pytest.raises(RewardError, match="KeyboardInterrupt"):
+        load_reward(f"{tmp_path}/pool_reward.py:f")("", {"row": {}})
+    with pytest.raises(KeyboardInterrupt):  # a second Ctrl-C ends the program
+        load_reward(f"{tmp_path}/pool_reward.py:ended")("", {"row": {}})
+
+
 @needs_benchmarks
 def test_spellings_of_all_gold_answers():
     right, wrong = spellings.cases()
