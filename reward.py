@@ -109,13 +109,12 @@ def load_reward(spec: str = "") -> Reward:
         try:
             # A copy: if the function changes the row, the next response must not be graded by that.
             value = function(text, copy.deepcopy(problem["row"]))
-        except (Exception, SystemExit) as error:  # exit() in code that the function runs
+        except BaseException as error:  # also exit() in code that the function runs
             if os.getpid() != process:  # a process that the function has forked ends here
                 code = getattr(error, "code", 1)  # sys.exit has one
                 os._exit(code if isinstance(code, int) else int(code is not None))
-            raise RewardError(f"--reward {spec}: {described(error)}") from error
-        except KeyboardInterrupt as error:
-            if not error.__cause__:  # a process pool gives its process's interrupt a cause
+            # A process pool hands over its process's Ctrl-C, with a cause. One's own has none.
+            if isinstance(error, KeyboardInterrupt) and not error.__cause__:
                 raise
             raise RewardError(f"--reward {spec}: {described(error)}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
