@@ -653,7 +653,11 @@ def run(cfg: Config) -> None:
     if rank() == 0:
         text = results_table(cfg.model, suite, scores, grader_names(cfg))
         text += "\n" + details_table(suite, scores)
-        document = json.dumps({"flags": asdict(cfg), "scores": scores}, indent=2) + "\n"
+        document = {"flags": asdict(cfg), "scores": scores}
+        if cfg.reward:
+            file = Path(cfg.reward.rpartition(":")[0])
+            document["reward_fingerprint"] = fingerprint(file.read_bytes())
+        document = json.dumps(document, indent=2) + "\n"
         # The next command replaces table.md. Each verifier's own table stays.
         for name in {"", cfg.verifier and f"-{file_name(cfg.verifier)}"}:
             write_whole(folder / f"table{name}.md", text)

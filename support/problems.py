@@ -42,6 +42,7 @@ def load_problems(
     if not whole_rows:
         known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS, *OPTION_COLUMNS}
         rows = rows.select_columns([name for name in rows.column_names if name in known])
+    refuse_mixed_types(source, rows)
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer = 0
     for number, row in enumerate(each_row(rows, f"reading {source}"), start=1):
@@ -95,6 +96,19 @@ def load_rows(source: str, split: str) -> Any:
         cause = error.__cause__ if builder and error.__cause__ else error
         reason = " ".join(str(cause).splitlines()[:2])
         raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error
+
+
+def refuse_mixed_types(source: str, rows: Any) -> None:
+    """Raise InputError if a column has texts beside numbers.
+
+    `datasets` then reads the text "3.10" as the number 3.1, and "[2, 5]" as a list.
+    """
+    for name, feature in rows.features.items():
+        if type(feature).__name__ == "Json":
+            kinds = {type(value) for value in rows[name]} - {dict, list, type(None)}
+            if kinds:
+                what = f"column {name} has values of several types; write all of them as text"
+                raise InputError(f"{source}: {what}")
 
 
 def each_row(rows: Any, name: str) -> Iterator[dict]:

@@ -693,9 +693,11 @@ def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
     assert found["task"]["mean"] == pytest.approx(100 / 6) and found["aime24"]["mean"] == 100
     row = "| M | training | reward (files), rule (others) | 16.67 | 100.00 |"
     assert row in (tmp_path / "out/table.md").read_text()
-    text = (tmp_path / "own.py").read_text()
+    scores, text = tmp_path / "out/scores.json", (tmp_path / "own.py").read_text()
+    before = json.loads(scores.read_text())["reward_fingerprint"]
     (tmp_path / "own.py").write_text(text.replace("== 0 else", "< 3 else"))
     assert run(tmp_path / "out", *flags)["training"]["task"]["mean"] == 50
+    assert json.loads(scores.read_text())["reward_fingerprint"] != before
     assert len(fake.asked) == 6 + 3
 
 

@@ -676,6 +676,15 @@ def test_column_layouts(tmp_path, row, answer):
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
 
 
+@pytest.mark.parametrize("other", [7, ["1", "2"]])
+def test_texts_beside_other_values_are_refused(tmp_path, other):
+    """`datasets` would read "3.10" as 3.1, and the interval "[2, 5]" as a list of two answers."""
+    rows = [{"problem": str(i), "answer": x} for i, x in enumerate(["[2, 5]", "3.10", other])]
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(rollout.InputError, match="column answer has values of several types"):
+        load_problems(file)
+
+
 def test_a_reward_gets_the_objects_of_its_own_row(tmp_path):
     """Versions of `datasets` that requirements.txt excludes add the keys of other rows' objects."""
     rows = [{"problem": key, "answer": "1", "tests": {key: 2}} for key in "ab"]
