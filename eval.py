@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 import rollout
-from reward import Reward, extract_answer, is_correct, load_reward
+from reward import Reward, extract_answer, is_correct, load_reward, reward_fingerprint
 from rollout import Model, Response, Tokenizer, encode_prompt
 from support import distributed, progress
 from support.distributed import rank, world_size
@@ -427,9 +427,10 @@ def judge(
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Return the chance in percent that one of k samples is right; `right` of n samples are right.
+    """Return the chance in percent that of k samples at least one is right.
 
-    It is 1 - C(n - right, k) / C(n, k), rounded once. With k = 1 it equals 100 * right / n.
+    The k samples are drawn from n samples, of which `right` are right. The chance is
+    1 - C(n - right, k) / C(n, k). It is rounded once: with k = 1 it equals 100 * right / n.
     """
     subsets = math.comb(n, k)
     return 100 * (subsets - math.comb(n - right, k)) / subsets
@@ -627,6 +628,7 @@ def run(cfg: Config) -> None:
     with distributed.raised_on_all():
         check_flags(cfg)
         decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
+        own_reward = {"reward_fingerprint": reward_fingerprint(cfg.reward)} if cfg.reward else {}
         options = {"whole_rows": bool(cfg.reward)}
         suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit, **options)
         if rank() == 0:  # alone: a network file system remembers a missing name for a minute
@@ -653,10 +655,7 @@ def run(cfg: Config) -> None:
     if rank() == 0:
         text = results_table(cfg.model, suite, scores, grader_names(cfg))
         text += "\n" + details_table(suite, scores)
-        document = {"flags": asdict(cfg), "scores": scores}
-        if cfg.reward:
-            file = Path(cfg.reward.rpartition(":")[0])
-            document["reward_fingerprint"] = fingerprint(file.read_bytes())
+        document = {"flags": asdict(cfg), "scores": scores} | own_reward
         document = json.dumps(document, indent=2) + "\n"
         # The next command replaces table.md. Each verifier's own table stays.
         for name in {"", cfg.verifier and f"-{file_name(cfg.verifier)}"}:

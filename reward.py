@@ -20,6 +20,7 @@ from pathlib import Path
 
 from support.answers import math_equal, rounds_to
 from support.errors import RewardError
+from support.files import fingerprint
 
 Reward = Callable[[str, dict], float]  # of a response's text and its problem
 
@@ -122,6 +123,11 @@ def load_reward(spec: str = "") -> Reward:
         return float(value)
 
     return reward
+
+
+def reward_fingerprint(spec: str) -> str:
+    """Return the hash of FILE.py in FILE.py:FUNCTION, as config.json and scores.json have it."""
+    return fingerprint(Path(spec.rpartition(":")[0]).read_bytes())
 
 
 def described(error: BaseException) -> str:

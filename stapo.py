@@ -49,7 +49,7 @@ import torch
 from torch.optim import Optimizer
 
 import eval as evaluation
-from reward import Reward, load_reward
+from reward import Reward, load_reward, reward_fingerprint
 from rollout import (
     INSTRUCTION,
     Policy,
@@ -928,7 +928,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
     fingerprints = {"data": f"{len(kept)} problems, {fingerprint(rows)}"}
     if cfg.reward:
-        fingerprints["reward"] = fingerprint(Path(cfg.reward.rpartition(":")[0]).read_bytes())
+        fingerprints["reward"] = reward_fingerprint(cfg.reward)
     if cfg.chat_template not in ("", "none") and not checkpoint:
         fingerprints["chat_template"] = fingerprint(tokenizer.chat_template)
     return Task(tokenizer, kept, reward, suite, fingerprints)

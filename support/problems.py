@@ -99,7 +99,7 @@ def load_rows(source: str, split: str) -> Any:
 
 
 def refuse_mixed_types(source: str, rows: Any) -> None:
-    """Raise InputError if a column has texts beside numbers.
+    """Raise InputError if a column of a JSON file has texts beside numbers or lists.
 
     `datasets` then reads the text "3.10" as the number 3.1, and "[2, 5]" as a list.
     """
