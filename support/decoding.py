@@ -152,7 +152,9 @@ def decoding_loop(
     stops, max_new_tokens = set(generation_config.eos_token_id), generation_config.max_new_tokens
     longest = max(row.prompt_length for row in waiting) + max_new_tokens
     cache = SlotCache(longest, model.device, model.dtype)
-    forward = functools.partial(model, **inputs | {"past_key_values": cache})
+    # `generate` has prepared an empty cache. The argument's name depends on the version.
+    inputs = {key: cache if isinstance(value, Cache) else value for key, value in inputs.items()}
+    forward = functools.partial(model, **inputs)
 
     def draw(token: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         greedy = not generation_config.do_sample
