@@ -275,7 +275,7 @@ def clipped_loss(
     *,
     eps_low: float = 0.2,
     eps_high: float = 0.28,
-    num_kept: float | torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sec. 3.1, the clipped objective over the kept tokens. Returns the loss -J, a 0-dim tensor:
 
@@ -286,7 +286,7 @@ def clipped_loss(
     ln pi_old of the same tokens; it never receives a gradient. advantages (B,) float32. keep (B, T)
     bool is the paper's I. If I is 1 on every response token, this is the objective of DAPO and
     JustRL (Sec. 2.3).
-    num_kept is sum I; None takes the kept tokens of this call. A micro-batch needs the number of
+    denominator is sum I; None takes the kept tokens of this call. A micro-batch needs the number of
     its whole mini-batch. FSDP averages gradients over ranks: pass the number of kept tokens on all
     ranks, divided by the world size.
     """
@@ -297,9 +297,9 @@ def clipped_loss(
     A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
     J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term
     J_it = J_it.masked_fill(~keep, 0.0)  # (B, T): times I
-    if num_kept is None:
-        num_kept = keep.sum().clamp(min=1)
-    return -J_it.sum() / num_kept
+    if denominator is None:
+        denominator = keep.sum().clamp(min=1)
+    return -J_it.sum() / denominator
 
 
 def stapo_loss(
@@ -314,7 +314,7 @@ def stapo_loss(
     eps_low: float = 0.2,
     eps_high: float = 0.28,
     tau_h: float | torch.Tensor | None = None,
-    num_kept: float | torch.Tensor | None = None,
+    denominator: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """STAPO in one call: spurious_mask, then clipped_loss over the tokens that are kept.
 
@@ -326,14 +326,14 @@ def stapo_loss(
     logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
     vocabulary). old_logp (B, T) float32: ln pi_old of the same tokens. advantages (B,) float32.
     entropy (B, T) float32: H in nats under the current policy; it never receives a gradient. mask
-    (B, T) bool, True on response tokens. tau_h and num_kept belong to the whole mini-batch: None
+    (B, T) bool, True on response tokens. tau_h and denominator belong to the whole mini-batch: None
     computes them from this call.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
     silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)
     keep = mask & ~silenced  # (B, T): the paper's I
     clip = {"eps_low": eps_low, "eps_high": eps_high}
-    loss = clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=num_kept)
+    loss = clipped_loss(logp, old_logp, advantages, keep, **clip, denominator=denominator)
     metrics = {
         "candidates": spurious_candidates(logp, advantages, mask, tau_p=tau_p).sum(),
         "silenced": silenced.sum(),
@@ -473,7 +473,7 @@ def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
         response 2, A = -0.71:  p = 0.001               H = 0.1
 
     In this example tokens 2 and 3 of response 1 are the candidates. So tau_h = 0.1 + 0.75 (1.5 -
-    0.1) = 1.15, and token 2 is silenced: keep = [True, False, True], [True]. num_kept is 3.
+    0.1) = 1.15, and token 2 is silenced: keep = [True, False, True], [True]. denominator is 3.
     """
     logp, entropy, A, mask = stats.logp, stats.entropy, batch.advantages, batch.mask
     candidates = spurious_candidates(logp, A, mask, tau_p=cfg.tau_p)  # (B, L)
@@ -607,7 +607,7 @@ def objective(
         loss = grpo_loss(logp, old_logp, ref_logp, advantages, keep, **options)
     else:
         clip = {"eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
-        loss = clipped_loss(logp, old_logp, advantages, keep, **clip, num_kept=denominator)
+        loss = clipped_loss(logp, old_logp, advantages, keep, **clip, denominator=denominator)
     return loss, ratio_sums(logp, old_logp, advantages, mask, **clip)
 
 

@@ -206,7 +206,7 @@ class STAPOTrainer(GRPOTrainer):
 
         A forward pass over all micro-batches gives p and H under the current policy, and from them
         tau_h and I. Each micro-batch gets two entries: `keep`, its rows of I, (B, T) bool; and
-        `num_kept`, the number of kept tokens on all ranks, divided by the number of ranks.
+        `denominator`, the number of kept tokens on all ranks, divided by the number of ranks.
         """
         names = [name for name, value in micro_batches[0].items() if value.dim() > 0]
         whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in names}
@@ -218,11 +218,11 @@ class STAPOTrainer(GRPOTrainer):
         entropies = torch.cat(gather_object([entropy[candidates].cpu()]))
         thresholds = {"tau_p": self.tau_p, "tau_h": quantile(entropies, self.q).to(entropy.device)}
         keep = mask & ~spurious_mask(logp, advantages, entropy, mask, **thresholds)  # (B, T)
-        num_kept = self.accelerator.reduce(keep.sum(), "sum").clamp(min=1)
+        denominator = self.accelerator.reduce(keep.sum(), "sum").clamp(min=1)
         keep_rows = keep.split([len(batch["advantages"]) for batch in micro_batches])
         for batch, rows in zip(micro_batches, keep_rows, strict=True):
             # Gradients are summed over micro-batches and averaged over ranks.
-            batch |= {"keep": rows, "num_kept": num_kept / self.accelerator.num_processes}
+            batch |= {"keep": rows, "denominator": denominator / self.accelerator.num_processes}
         # TRL leaves out old_per_token_logps if pi_theta is pi_old.
         old_logp = whole.get("old_per_token_logps", logp)
         tokens = logp, old_logp, advantages, entropy, mask
@@ -234,7 +234,7 @@ class STAPOTrainer(GRPOTrainer):
         old_logp = inputs.get("old_per_token_logps")
         old_logp = logp.detach() if old_logp is None else old_logp
         tokens = logp, old_logp, inputs["advantages"], inputs["keep"]
-        return clipped_loss(*tokens, **self.clip, num_kept=inputs["num_kept"])
+        return clipped_loss(*tokens, **self.clip, denominator=inputs["denominator"])
 
     def statistics(self, model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ln p and H of a micro-batch's response tokens, (B, T) float32 each."""

@@ -237,10 +237,12 @@ def test_micro_batches_are_checked_against_the_whole():
     micro_batches = [[tensor[part] for tensor in whole] for part in rows]
     keep = mask & ~spurious_mask(logp, advantages, entropy, mask, tau_p=0.1)
     right = [
-        clipped_loss(*tensors[:3], keep[part], num_kept=keep.sum())
+        clipped_loss(*tensors[:3], keep[part], denominator=keep.sum())
         for tensors, part in zip(micro_batches, rows)
     ]
-    wrong = [stapo_loss(*tensors, tau_p=0.1, num_kept=keep.sum())[0] for tensors in micro_batches]
+    wrong = [
+        stapo_loss(*tensors, tau_p=0.1, denominator=keep.sum())[0] for tensors in micro_batches
+    ]
     exec(example("check-whole"), {"tensors": micro_batches, "losses": right})
     with pytest.raises(AssertionError, match="not close"):
         exec(example("check-whole"), {"tensors": micro_batches, "losses": wrong})
@@ -265,5 +267,5 @@ def test_verl_example_is_registered_and_equals_verls_token_mean():
     # with verl's count of the mini-batch, micro-batches add up, on any number of ranks
     config.global_batch_info = {"batch_num_tokens": 100, "dp_size": 2}
     counted, _ = ours(*args, config=config, entropy=entropy)
-    expected = stapo_loss(*drawn(), num_kept=50.0)[0]
+    expected = stapo_loss(*drawn(), denominator=50.0)[0]
     assert float(counted) == pytest.approx(float(expected), rel=1e-5)

@@ -160,9 +160,9 @@ def test_3_2_gradient_norm_lemma_and_the_theorems_bounds(sampled):
     exact = logit_stats(logits, tokens)
     offsets = 0.5 * torch.randn(n, 1, generator=torch.Generator().manual_seed(0)).double()
     chosen, every = exact[0][:, None], torch.ones(n, 1, dtype=torch.bool)
-    loss = clipped_loss(chosen, chosen.detach() - offsets, advantages, every, num_kept=1)
+    loss = clipped_loss(chosen, chosen.detach() - offsets, advantages, every, denominator=1)
     (-loss).backward()
-    squared = logits.grad.square().sum(-1)  # (N,): every token is a response, num_kept is 1
+    squared = logits.grad.square().sum(-1)  # (N,): every token is a response, denominator is 1
     rho = offsets.exp().squeeze(1)
     flat = ((advantages > 0) & (rho > 1.28)) | ((advantages < 0) & (rho < 0.8))
     w = torch.where(flat, 0.0, rho * advantages)

@@ -273,7 +273,7 @@ def test_a_weight_multiplies_the_candidates_term(mini_batch):
     A = mini_batch.advantages[:, None]
     J = torch.min(math.exp(0.1) * A, torch.tensor(math.exp(0.1)).clamp(0.8, 1.28) * A)
     for weight in (0.0, 0.25, 1.0, 2.0):
-        loss = controls.weighted_loss(weight)(*tokens, eps_low=0.2, eps_high=0.28, num_kept=50)
+        loss = controls.weighted_loss(weight)(*tokens, eps_low=0.2, eps_high=0.28, denominator=50)
         weights = torch.where(rare, weight, 1.0) * mini_batch.mask
         assert loss.item() == pytest.approx(-float((weights * J).sum()) / 50, rel=1e-5)
     assert rare.sum() > 50
