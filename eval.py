@@ -633,7 +633,7 @@ def run(cfg: Config) -> None:
         suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit, **options)
         if rank() == 0:  # alone: a network file system remembers a missing name for a minute
             refuse_other_programs(folder)
-    claim(folder, WRITTEN)
+    claim(folder)
     with distributed.raised_on_all():
         if rank() == 0:
             check_samples(folder, cfg)
@@ -668,7 +668,7 @@ def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
         cfg = distributed.broadcast(parse_flags(Config, __doc__.split("\n")[0], argv))
         progress.quiet_libraries()
-        progress.report_device(weights="bfloat16")
+        progress.report_environment(weights="bfloat16")
         try:
             run(cfg)
         except Stopped:

@@ -19,19 +19,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jinja2 import TemplateError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import distributed
-from support.decoding import decoding_loop, has_full_attention, rows_that_fit, until_stop
-from support.errors import InputError, first_line
+from support.decoding import (
+    NAN_LOGITS,
+    check_processors,
+    decoding_loop,
+    has_full_attention,
+    rows_that_fit,
+    until_stop,
+)
+from support.errors import InputError
 from support.head import HeadStats, TokenStats
 from support.models import (
     check_head,
-    check_ties,
+    check_vocabulary,
     empty_model,
     load_config,
     load_model,
@@ -59,15 +65,9 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
     if chat_template == "none":
         tokenizer.chat_template = None
     elif chat_template:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
-            turns = [{"role": "user", "content": "<?>"}]
-            options = {"tokenize": False, "add_generation_prompt": True}
-            if "<?>" not in tokenizer.apply_chat_template(turns, **options):
-                raise ValueError("it leaves the problem out")
-        except (OSError, ValueError, TemplateError) as error:
-            reason = f"cannot be used as a chat template ({first_line(error)})"
-            raise InputError(f"--chat_template {chat_template}: {reason}") from error
+        if not Path(chat_template).is_file():
+            raise InputError(f"--chat_template {chat_template}: no such file")
+        tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -87,11 +87,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
         if distributed.rank() == 0:
             whole = load_model(name)
             check_head(whole)
-            check_ties(name, whole)
     if not dist.is_initialized():  # a single CPU process
-        # from_pretrained makes every parameter trainable, also one that the model's class freezes.
-        for key, parameter in empty_model(whole.config).named_parameters():
-            whole.get_parameter(key).requires_grad_(parameter.requires_grad)
         return Policy(whole, gradient_checkpointing)
     policy = Policy(empty_model(load_config(name)), gradient_checkpointing)
     distributed.shard(policy)
@@ -154,7 +150,6 @@ class Response:
     ids: list[int]  # the stop id included, a token like any other
     truncated: bool  # ended by max_new_tokens, not by a stop id
     text: str
-    finite: bool = True  # False: some logits were NaN, and the ids drawn from them are 0
 
 
 def sample(
@@ -185,7 +180,8 @@ def sample(
     ended. The whole batch takes the seed of its first response, so the samples depend on the size
     of the batches. On a GPU this size depends on the free memory.
 
-    Raises RuntimeError if the model is in training mode.
+    Raises RuntimeError if the model is in training mode, and InputError if logits are NaN or the
+    model lacks an id of the tokenizer.
     """
     if model.training:
         raise RuntimeError(
@@ -194,6 +190,7 @@ def sample(
         )
     if not prompts:
         return
+    check_vocabulary(model, prompts, tokenizer.pad_token_id)
     seeds = [mix_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else seed
     stops = stop_ids(model, tokenizer)
     config = sampling_config(temperature, top_p, max_new_tokens, stops, tokenizer.pad_token_id)
@@ -217,14 +214,8 @@ def sample(
 def response_of(
     tokenizer: Tokenizer, prompt: list[int], ids: list[int], stops: list[int]
 ) -> Response:
-    """Build a Response from sampled ids.
-
-    An id of -1 marks logits that were NaN. It becomes 0. Training goes on with such a response,
-    and its own checks report what is not finite.
-    """
-    valid = [max(i, 0) for i in ids]
-    text, truncated = to_text(tokenizer, valid, skip_special=True), ids[-1] not in stops
-    return Response(prompt, valid, truncated, text, finite=min(ids) >= 0)
+    text = to_text(tokenizer, ids, skip_special=True)
+    return Response(prompt, ids, truncated=ids[-1] not in stops, text=text)
 
 
 def in_order(sampled: Iterator[list[tuple[int, Response]]]) -> list[Response]:
@@ -257,8 +248,7 @@ def generate(
 ) -> Any:
     """Call model.generate on all prompts. It needs left padding, which decoding_loop strips.
 
-    The model's own generation_config is set aside during the call: `config` has every field. Raises
-    RuntimeError if `generate` would run a logits processor that config does not ask for.
+    The model's own generation_config is set aside during the call: `config` has every field.
     """
     width, pad = max(map(len, prompts)), config.pad_token_id
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])  # (N, P)
@@ -266,13 +256,6 @@ def generate(
     options |= {"attention_mask": mask.to(model.device), "generation_config": config}
     models_config, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        prepared = model._prepare_generation_config(config)[0]
-        processors = model._get_logits_processor(prepared, model_kwargs={})
-        used = {type(processor).__name__ for processor in processors}
-        wanted = {"TemperatureLogitsWarper"} if config.temperature not in (None, 1) else set()
-        wanted |= {"TopPLogitsWarper"} if config.top_p not in (None, 1) else set()
-        if used != wanted:
-            raise RuntimeError(f"generate would apply {sorted(used)}, not {sorted(wanted)}")
         return model.generate(ids.to(model.device), synced_gpus=False, **options)
     finally:
         model.generation_config = models_config
@@ -289,21 +272,21 @@ def generate_in_batches(
     name = type(model).__name__
     if first_time(name):
         say(f"{name} needs a cache of its own: plain generate, in batches")
-    stops = set(config.eos_token_id)
+    generate(model, prompts[:1], config, custom_generate=check_processors)
+    stops, processors = set(config.eos_token_id), LogitsProcessorList([refuse_nan])
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
-        is_nan: list[torch.Tensor] = []  # (B,) bool for each step
-        processors = LogitsProcessorList([functools.partial(without_nan, is_nan)])
         torch.manual_seed(seeds[start])
         rows = generate(model, batch, config, logits_processor=processors)
-        rows = rows[:, max(map(len, batch)) :].masked_fill(torch.stack(is_nan, 1), -1)  # (B, T)
+        rows = rows[:, max(map(len, batch)) :]  # (B, T)
         yield {start + i: until_stop(ids, stops) for i, ids in enumerate(rows.tolist())}
 
 
-def without_nan(is_nan: list[torch.Tensor], _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Replace NaN: `generate` cannot draw from it. is_nan gets the rows with NaN."""
-    is_nan.append(logits.isnan().any(1))
-    return logits.masked_fill(logits.isnan(), 0.0)
+def refuse_nan(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor that raises InputError if logits are NaN, and changes nothing."""
+    if logits.isnan().any():
+        raise InputError(NAN_LOGITS)
+    return logits
 
 
 def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) -> str:
@@ -362,7 +345,8 @@ def response_stats(
     on the CPU. budget: the most tokens of a micro-batch. Every rank calls it.
     """
     whole = torch.zeros(2, *ids.shape)  # ln p and H
-    for part in track(micro_batches(lengths.tolist(), budget), "statistics"):
+    parts = distributed.even_out(micro_batches(lengths.tolist(), budget))
+    for part in track(parts, "logp and entropy"):
         rows = torch.tensor(part, dtype=torch.long)
         width = max(lengths[rows].tolist(), default=0)
         stats = policy(ids[rows, :width], mask[rows, :width])
@@ -392,8 +376,6 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
     Returns the indices of each batch's rows. The tokens of a batch are rows x longest row. A row
     that is longer than the budget gets a batch for itself. Example: micro_batches([3, 9, 4, 2],
     budget=9) is [[1], [2, 0], [3]].
-    Every rank gets the same number of batches, because each forward has collectives. A rank with
-    too few rows gets empty batches at the end.
     """
     batches: list[list[int]] = []
     longest = 0  # row of the newest batch
@@ -403,8 +385,7 @@ def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
         else:
             batches.append([row])
             longest = lengths[row]
-    count = distributed.all_max(len(batches))
-    return batches + [[]] * (count - len(batches))
+    return batches
 
 
 def sampling_gap(

@@ -36,7 +36,7 @@ import eval as evaluation
 import stapo
 from rollout import Policy, to_text
 from support import distributed, progress
-from support.checkpoints import checkpoints
+from support.run_folder import checkpoints
 from support.errors import InputError
 from support.files import writing
 from support.flags import Parser, flag, known_flags

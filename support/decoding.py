@@ -26,6 +26,7 @@ from transformers import (
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache, DynamicLayer
 
+from support.errors import InputError
 from support.seeds import uniform
 
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
@@ -139,8 +140,10 @@ def decoding_loop(
     """Decode left-padded prompts (N, P) long, `slots` of them at a time; `generate` calls it.
 
     Every few tokens it yields {index of the prompt: ids of its response, stop id included} for the
-    responses that have ended, often an empty dict.
+    responses that have ended, often an empty dict. Raises RuntimeError as check_processors does,
+    and InputError if logits are NaN.
     """
+    check_processors(logits_processor=logits_processor, generation_config=generation_config)
     # The mask is None if nothing is padded. `generate` sees the mask only if it is no parameter.
     mask = inputs.pop("attention_mask")
     starts = [0] * len(prompts) if mask is None else (mask == 0).sum(1).tolist()
@@ -170,6 +173,8 @@ def decoding_loop(
         # 2. Every row gets a few tokens.
         tokens = decode(forward, cache, running, steps, draw).tolist()
         for row, ids in zip(running, tokens, strict=True):
+            if min(ids) < 0:
+                raise InputError(NAN_LOGITS)
             row.ids += until_stop(ids, stops)
         # 3. Rows that have ended leave, and the row in the last slot moves into the free slot. The
         # walk is backwards: the row in the last slot has been looked at and has not ended.
@@ -231,6 +236,26 @@ def decode(
 
 
 # ----------------------------------------------------------------------------- the draw of a token
+
+NAN_LOGITS = "--model: its logits are NaN while sampling; look for weights that are not finite"
+
+
+def check_processors(
+    *_args: Any,
+    logits_processor: LogitsProcessorList,
+    generation_config: GenerationConfig,
+    **_inputs: Any,
+) -> None:
+    """Raise RuntimeError if `generate` has a logits processor that the config does not ask for.
+
+    Such a processor would change the distribution that responses are drawn from.
+    """
+    used = {type(processor).__name__ for processor in logits_processor}
+    temperature, top_p = generation_config.temperature, generation_config.top_p
+    wanted = {"TemperatureLogitsWarper"} if temperature not in (None, 1) else set()
+    wanted |= {"TopPLogitsWarper"} if top_p not in (None, 1) else set()
+    if used != wanted:
+        raise RuntimeError(f"generate would apply {sorted(used)}, not {sorted(wanted)}")
 
 
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

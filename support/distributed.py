@@ -7,13 +7,12 @@ on one GPU: FSDP2's mixed precision keeps float32 weights and computes in bfloat
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,7 +24,6 @@ from transformers import PreTrainedModel as Model
 
 from support.errors import InputError
 from support.models import empty_model
-from support.output import unread_output_is_dropped
 
 # ------------------------------------------------------------------------------------------ ranks
 
@@ -57,7 +55,6 @@ def start() -> None:
     """Join torchrun's process group. Without torchrun: a group of one on CUDA, none on a CPU."""
     global patient
     cuda = device().type == "cuda"
-    refuse_environment()
     if cuda:
         torch.cuda.set_device(device())
         # cuDNN's attention makes a plan for each shape, and each decoded token has a new shape.
@@ -73,18 +70,6 @@ def start() -> None:
         patient = dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def refuse_environment() -> None:
-    """Raise InputError if ranks would wait for ranks that never come, or would have no GPU."""
-    needed = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
-    if "RANK" in os.environ and missing:
-        what = f"RANK is in the environment without {', '.join(missing)}"
-        raise InputError(f"{what}: start with torchrun, or unset RANK")
-    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if device().type == "cuda" and ranks > gpus:
-        raise InputError(f"{ranks} ranks on a host of {gpus} GPUs: use --nproc-per-node {gpus}")
-
-
 def finish() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -93,19 +78,18 @@ def finish() -> None:
 @contextlib.contextmanager
 def session(program: str) -> Iterator[None]:
     """Run a program within the process group. An InputError ends the program with one line."""
-    with unread_output_is_dropped():
-        try:
-            start()
-            yield
-        except BaseException as error:
-            if world_size() > 1:
-                end_process(program, error)
-            finish()
-            if isinstance(error, InputError):
-                wait_for_rank_0()
-                sys.exit(f"{program}: {error}")
-            raise
+    try:
+        start()
+        yield
+    except BaseException as error:
+        if world_size() > 1:
+            end_process(program, error)
+        if isinstance(error, InputError):
+            sys.exit(f"{program}: {error}")
+        raise
+    finally:
         finish()
+        drop_unread_output()
 
 
 def end_process(program: str, error: BaseException) -> NoReturn:
@@ -118,25 +102,23 @@ def end_process(program: str, error: BaseException) -> NoReturn:
     if isinstance(error, SystemExit):  # the parser or a stop has said why
         code = error.code if isinstance(error.code, int) else 1
     elif isinstance(error, InputError):
-        wait_for_rank_0()
+        # Rank 0 prints an error first that it may have, too.
+        time.sleep(2 if rank() > 0 else 0)
         print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
     else:
         print(f"{program}: rank {rank()} has failed", file=sys.stderr)
         traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # os._exit leaves a reward's processes behind. Forked ones can keep the GPU's memory.
-    for child in multiprocessing.active_children():
-        child.terminate()
+    drop_unread_output()
     os._exit(code)
 
 
-def wait_for_rank_0() -> None:
-    """Let rank 0 print an error first that it may have, too; torchrun then ends the other ranks.
-
-    A rank that alone has the error prints it two seconds later.
-    """
-    time.sleep(2 if int(os.environ.get("RANK", 0)) > 0 else 0)
+def drop_unread_output() -> None:
+    """Flush the output. If nobody reads it, Python's own flush at exit would change the status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def rank() -> int:
@@ -205,16 +187,19 @@ def raised_on_all() -> Iterator[None]:
         raise errors[0]
 
 
-def refuse_differences(contents: dict[str, str]) -> None:
-    """Raise InputError if the hosts of a run have different files; contents: {flag: fingerprint}.
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """Call a function on rank 0 alone, and return its result or raise its InputError on every rank.
 
-    Every rank must call this.
+    Every rank must call it. The other ranks wait, however long rank 0 takes.
     """
-    ranks = all_list(contents)
-    for name, other in itertools.product(contents, ranks):
-        if other[name] != ranks[0][name]:
-            what = f"hosts have different files ({ranks[0][name]} and {other[name]})"
-            raise InputError(f"--{name}: {what}; give all hosts the same files")
+    with raised_on_all():
+        result = function() if rank() == 0 else None
+    return broadcast(result)
+
+
+def even_out(batches: list[list[int]]) -> list[list[int]]:
+    """Add empty batches until every rank has equally many: each forward has collectives."""
+    return batches + [[]] * (all_max(len(batches)) - len(batches))
 
 
 def barrier() -> None:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.errors import InputError, first_line
-
 
 def read_lines(file: Path) -> Iterator[tuple[bytes, dict]]:
     """Iterate over (line, row) of a .jsonl file, without torn lines. The file may be missing."""
@@ -21,17 +19,16 @@ def read_lines(file: Path) -> Iterator[tuple[bytes, dict]]:
 
 def append_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     """Add lines to a .jsonl file."""
-    with writing(file), file.open("a", encoding="utf-8") as lines:
+    with file.open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file. A crash or a full disk leaves either the old text or the new one."""
     partial = file.with_suffix(".partial")
-    with writing(file):
-        partial.write_text(text, "utf-8")
-        sync(partial)
-        partial.replace(file)
+    partial.write_text(text, "utf-8")
+    sync(partial)
+    partial.replace(file)
 
 
 def sync(path: Path) -> None:
@@ -44,15 +41,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around code that writes the program's own files: an OSError becomes an InputError."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"--output: {path} cannot be written: {first_line(error)}") from error
 
 
 def fingerprint(value: Any) -> str:

@@ -2,20 +2,15 @@
 
 import argparse
 import json
-import re
 import shlex
 from dataclasses import MISSING, asdict, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import HfArgumentParser
 
-from support.distributed import wait_for_rank_0
+from support.distributed import on_rank_0
 from support.errors import InputError
-
-# What quotes or a backslash protect (group 1), or a comment. As in a shell, "#" within a word
-# begins no comment. shlex would cut a name such as runs/a#2 there, and drop the flags after it.
-COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<!\S)#.*""")
 
 
 def flag(default: Any, text: str) -> Any:
@@ -26,10 +21,7 @@ def flag(default: Any, text: str) -> Any:
 
 
 class Parser(HfArgumentParser):
-    """A parser that reads @file like a command line, with quotes and comments.
-
-    Under torchrun only rank 0 prints an error.
-    """
+    """A parser that reads @file like a command line, with quotes and comments."""
 
     def __init__(self, config: type, description: str):
         super().__init__(config, description=description, fromfile_prefix_chars="@")
@@ -43,11 +35,7 @@ class Parser(HfArgumentParser):
         return {name: parsed[name] for name in self.names if parsed[name] is not MISSING}
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(COMMENT.sub(r"\1", arg_line))
-
-    def error(self, message: str) -> NoReturn:
-        wait_for_rank_0()
-        super().error(message)
+        return shlex.split(arg_line, comments=True)
 
 
 def parse_flags(
@@ -59,43 +47,32 @@ def parse_flags(
     """Read a command line, with arguments files in it, into the dataclass `config`.
 
     With --resume DIR all other flags come from DIR/config.json. Raises InputError if DIR holds no
-    run or a run with flags of its own, and if a given flag that is not in `changeable` differs from
-    that file.
+    run, and if a given flag that is not in `changeable` differs from that file. Rank 0 reads the
+    flags for all ranks.
     """
+    return on_rank_0(lambda: read_flags(config, description, argv, changeable))
+
+
+def read_flags(
+    config: type, description: str, argv: list[str] | None, changeable: frozenset[str]
+) -> Any:
     given = Parser(config, description).given(argv)
-    resume = given.get("resume")
-    if not resume:
+    if not given.get("resume"):
         return config(**given)
-    stored = asdict(config(**known_flags(config, Path(resume), "--resume")))
+    stored = asdict(config(**flags_of_run(config, Path(given["resume"]))))
     for name in sorted(given.keys() - changeable - {"resume"}):
-        old, new = stored[name], given[name]
-        if name == "reward":  # FILE.py may have moved; RunFolder compares what is in it
-            old, new = old.rpartition(":")[2], new.rpartition(":")[2]
-        if new != old:
-            began = f"{resume} began with --{name} {stored[name]}"
+        if given[name] != stored[name]:
+            began = f"{given['resume']} began with --{name} {stored[name]}"
             raise InputError(f"--{name} {given[name]}: {began}, and --resume keeps it")
-    return config(**stored | given | {"output": resume})
+    return config(**stored | given | {"output": given["resume"]})
 
 
-def known_flags(config: type, run: Path, flag: str) -> dict[str, Any]:
-    """Read the flags of a run, without hashes. Raises InputError if `config` lacks one of them.
-
-    A script that extends stapo.py can have flags of its own. Without them the run is another one.
-    """
-    stored = read_flags(run, flag)
-    stored = {name: stored[name] for name in stored if not name.endswith("_fingerprint")}
-    for name in sorted(stored.keys() - {each.name for each in fields(config)}):
-        what = f"its run has --{name} {stored[name]}, which this program does not know"
-        raise InputError(f"{flag} {run}: {what}; use the program that began it")
-    return stored
-
-
-def read_flags(run: Path, flag: str) -> dict[str, Any]:
-    """Read the flags of a run from its config.json. `flag` is for the message of an InputError."""
-    try:
-        stored = json.loads((run / "config.json").read_text("utf-8"))
-        stored["resume"]  # a model's config.json has none
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        what = "holds no run (config.json is missing or another program's)"
-        raise InputError(f"{flag} {run}: {what}") from error
-    return stored
+def flags_of_run(config: type, run: Path) -> dict[str, Any]:
+    """Read the flags of a run from its config.json. Raises InputError if there is no run."""
+    file = run / "config.json"
+    stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if "resume" not in stored:  # a model's config.json has no such key
+        if run.parent.name == "checkpoints":  # a habit from other trainers
+            raise InputError(f"--resume {run}: is a checkpoint; give its run, {run.parent.parent}")
+        raise InputError(f"--resume {run}: holds no run (its config.json is missing)")
+    return {each.name: stored[each.name] for each in fields(config) if each.name in stored}

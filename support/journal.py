@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from support import distributed
 from support.distributed import rank, world_size
-from support.files import append_rows, read_lines, write_whole, writing
+from support.files import append_rows, read_lines, write_whole
 
 TAIL = 2000  # characters of a response that stay in memory; the verifier reads these
 
@@ -71,7 +71,7 @@ class Journal:
         """Write the rows of all files to one file, sorted and without torn lines; return them."""
         folder = self.path.parent
         others = {self.file_of(number) for number in range(1, world_size())}
-        with writing(folder):
+        if True:
             folder.mkdir(parents=True, exist_ok=True)
             for file in others:  # A network's listing of another host's files can be a minute old.
                 file.touch()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from support.errors import InputError
-from support.progress import bar, quiet_datasets, say
+from support.progress import bar, say
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
@@ -76,7 +76,6 @@ def load_rows(source: str, split: str) -> Any:
     """The datasets.Dataset of a Hub id, or of a local file as it is now; raises InputError."""
     import datasets  # slow to import, and needed by no other function
 
-    quiet_datasets()
     file = Path(source)
     builder = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(file.suffix)
     if builder and not file.is_file():

@@ -6,48 +6,42 @@ more than a minute then prints a line each minute. Only rank 0 prints.
 
 import contextlib
 import os
-import shutil
+import platform
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TextIO
 
 import torch
+import transformers
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
-from transformers.utils import logging
 
 from support import distributed
 from support.distributed import rank
+from support.versions import outside_the_bounds
 
 
-class Lines:
-    """A replacement for a tqdm bar that prints one line each minute on stderr."""
+class LogFile:
+    """A replacement for stderr that makes a line of each refresh of a bar."""
 
-    def __init__(self, total: int, name: str) -> None:
-        self.total, self.name, self.count = total, name, 0
-        self.began = self.spoke = time.monotonic()
+    def write(self, text: str) -> None:
+        if text.strip():
+            log(text.strip())
 
-    def update(self, count: int = 1) -> None:
-        self.count += count
-        now = time.monotonic()
-        if now - self.spoke >= 60:
-            self.spoke, minutes = now, (now - self.began) / 60
-            text = f"{self.name}: {self.count} of {self.total} after {minutes:.0f} min"
-            print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
+    def flush(self) -> None:
         pass
 
 
-def bar(total: int, name: str | None) -> "tqdm | Lines":
+def bar(total: int, name: str | None) -> tqdm:
     """Make a bar over `total` items, which is removed at its end. Without a name it is silent."""
-    silent = name is None or rank() > 0
-    if silent or sys.stderr.isatty():
-        return tqdm(total=total, desc=name, leave=False, disable=silent)
-    return Lines(total, name)
+    options = {"total": total, "desc": name, "leave": False, "disable": name is None or rank() > 0}
+    if not sys.stderr.isatty():
+        # miniters keeps tqdm from lines before the minute is over.
+        options |= {"file": LogFile(), "delay": 60, "mininterval": 60, "miniters": 1}
+        options |= {"bar_format": "{desc}: {n_fmt} of {total_fmt} after {elapsed}"}
+    return tqdm(**options)
 
 
 def track(items: list, name: str) -> Iterator:
@@ -58,45 +52,30 @@ def track(items: list, name: str) -> Iterator:
             shown.update()
 
 
-def report_device(weights: str) -> None:
-    """Print the devices of all ranks; weights: the type of the weights on a GPU.
+def report_environment(weights: str) -> None:
+    """Print the versions and the devices of all ranks; weights: their type on a GPU.
 
     Every rank must call this.
     """
-    name, types = f"CPU (threads: {torch.get_num_threads()})", ("float32", "float32")
+    name, types = f"CPU (threads: {torch.get_num_threads()})", "float32 weights and computation"
     if distributed.device().type == "cuda":
-        name, types = torch.cuda.get_device_name(), (weights, "bfloat16")
-    log(device_in_words(distributed.all_list(name), *types))
+        name, types = torch.cuda.get_device_name(), f"{weights} weights, computation in bfloat16"
+    devices = Counter(distributed.all_list(name))
+    devices = ", ".join(f"{count} x {name}" for name, count in devices.items())
+    log(
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}; {devices}: {types}"
+    )
+    for line in outside_the_bounds():
+        log(line)
 
 
-def device_in_words(names: list[str], weights: str, computation: str) -> str:
-    """Describe the devices and the precision in one line; names: the device of each process."""
-    devices = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
-    return f"{devices}: {weights} weights, computation in {computation}{unused_gpu()}"
-
-
-GPU_SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
-
-
-def unused_gpu() -> str:
-    """Say what to check if the machine has a GPU that PyTorch does not use; else return ""."""
-    here = shutil.which("nvidia-smi") or any(Path(sign).exists() for sign in GPU_SIGNS)
-    if torch.cuda.is_available() or not here:
-        return ""
-    why = f"look whether nvidia-smi names a driver that is new enough for CUDA {torch.version.cuda}"
-    why += ", and start containers with --gpus all"
-    if torch.version.cuda is None:
-        why = f"PyTorch {torch.__version__} is a build without CUDA, install another"
-    elif "CUDA_VISIBLE_DEVICES" in os.environ:
-        why = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} may hide it, unset that"
-    return f"; the NVIDIA GPU or driver on this machine is not used: {why}"
-
-
-def report_step(line: dict, sample: dict, total: int, lines: list[dict]) -> None:
+def report_step(line: dict, sample: dict, total: int, lines: list[dict], boxes: bool) -> None:
     """Print a few metrics of a step and the time left, and in some steps a response.
 
     line: the step's metrics; sample: a row of samples.jsonl; total: the steps of the run; lines:
-    metrics.jsonl so far, with this step. Only rank 0 needs lines.
+    metrics.jsonl so far, with this step; boxes: whether the reward reads the answer in a box. Only
+    rank 0 needs lines.
     """
     step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
     text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
@@ -108,9 +87,8 @@ def report_step(line: dict, sample: dict, total: int, lines: list[dict]) -> None
     # Steps 1, 2, 4, 8, ... and the last: a model changes most at the start of a run.
     if step & (step - 1) == 0 or step == total:
         say(response_in_words(sample, step))
-    # Rewards of your own can be at most 0 and differ: then the model learns.
     nothing = line["accuracy"] == 0 and line["zero_advantage_fraction"] == 1
-    if step == 1 and sample["gold"] and nothing:
+    if step == 1 and boxes and nothing:
         hint = "compare this form with the boxes in samples.jsonl"
         log(f"step 1: no response is right; an answer in the data is {sample['gold']!r}: {hint}")
     check_sampler(line)
@@ -194,14 +172,20 @@ def response_in_words(sample: dict, step: int) -> str:
 
 def say(text: str) -> None:
     """Print on stdout, above any bar, on rank 0 only."""
-    if rank() == 0:
-        tqdm.write(text)
+    write(text, sys.stdout)
 
 
 def log(text: str) -> None:
     """Print on stderr, above any bar, on rank 0 only."""
+    write(text, sys.stderr)
+
+
+def write(text: str, stream: TextIO) -> None:
+    """Print a line on rank 0. A closed pipe or a lost terminal does not end the run."""
     if rank() == 0:
-        tqdm.write(text, file=sys.stderr)
+        with contextlib.suppress(OSError):
+            tqdm.write(text, file=stream)
+            stream.flush()
 
 
 said: set[str] = set()
@@ -217,13 +201,6 @@ def first_time(what: str) -> bool:
 def quiet_libraries() -> None:
     """Turn off the bars of libraries that load and download, if stderr is a log file."""
     if rank() > 0 or not sys.stderr.isatty():
-        logging.disable_progress_bar()  # transformers
+        transformers.utils.logging.disable_progress_bar()
         disable_progress_bars()  # downloads of huggingface_hub
-
-
-def quiet_datasets() -> None:
-    """Do the same for `datasets`, which is imported only when it is needed: that is slow."""
-    if rank() > 0 or not sys.stderr.isatty():
-        import datasets
-
-        datasets.disable_progress_bars()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -1,91 +1,74 @@
-"""The directory of a run: its lock, its records and its checkpoints."""
+"""The directory of a run: its lock, its records and its checkpoints.
 
-import datetime
+1. `claim` locks a directory.
+2. `RunFolder` writes records and decides when to save.
+3. Checkpoints: a model that any program loads, and the optimiser's state beside it.
+"""
+
 import fcntl
-import fnmatch
 import json
 import math
 import os
 import re
-import socket
+import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
-from support.checkpoints import (
-    checkpoints,
-    newest_checkpoint,
-    remove_partials,
-    save_checkpoint,
-    step_of,
-)
-from support.distributed import all_max, broadcast, raised_on_all, rank
+from support import distributed
+from support.distributed import all_max, barrier, on_rank_0, raised_on_all, rank
 from support.errors import InputError
-from support.files import append_rows, read_lines, sync, write_whole, writing
-from support.flags import read_flags
-from support.progress import log
+from support.files import append_rows, read_lines, sync, write_whole
+
+# A single process saves checkpoints too.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 lock_file: TextIO | None = None  # of the directory that this process works in
 
 
-def claim(folder: Path, files: tuple[str, ...] = ()) -> str:
+def claim(folder: Path) -> None:
     """Make a directory and lock it until this process ends, however it ends. Every rank calls it.
 
-    files: what refuse_strangers takes; without them other files in the directory are no error.
-    Returns what .process says from now on. Raises InputError on every rank if the directory has
-    such files or cannot be written, if another process works in it, and if a rank sees another
-    directory than rank 0.
+    Raises InputError on every rank if another process works in the directory, and if a rank sees
+    another directory than rank 0: a checkpoint would lack that rank's part.
     """
-    now = datetime.datetime.now().isoformat(" ", "seconds")
-    mark = broadcast(f"process {os.getpid()} on {socket.gethostname()} since {now}")
-    # On some network file systems nobody can read a locked file, so the lock has its own file.
-    file = folder / ".process"
-    with raised_on_all(), writing(folder):
-        if rank() == 0:
-            if files:
-                refuse_strangers(folder, files)
-            folder.mkdir(parents=True, exist_ok=True)
-            lock(folder, file)
-            file.write_text(mark, "utf-8")
+    file = folder / ".lock"
+
+    def lock() -> str:
+        global lock_file
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_file = file.open("a", encoding="utf-8")  # closes an earlier one
+        try:
+            # A process that is forked from this one and outlives it does not keep this lock.
+            fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = "another process works in this directory; wait for its end"
+            raise InputError(f"--output {folder}: {what}") from None
+        except OSError:  # a file system without locks
+            pass
+        mark = f"process {os.getpid()}, {time.time()}"
+        file.write_text(mark, "utf-8")
+        return mark
+
+    mark = on_rank_0(lock)
     with raised_on_all():
         if not file.exists() or file.read_text("utf-8") != mark:
             hint = "put it on a file system that all hosts share"
             raise InputError(f"--output {folder}: ranks see different directories; {hint}")
-    return mark
-
-
-def lock(folder: Path, file: Path) -> None:
-    """Lock a directory. If another process has it, raise InputError with what `file` says."""
-    global lock_file
-    lock_file = (folder / ".lock").open("a", encoding="utf-8")  # closes an earlier one
-    try:
-        # A process that is forked from this one and outlives it does not keep this lock.
-        fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = file.read_text("utf-8")
-        raise InputError(f"--output {folder}: {owner} works there; wait for its end") from None
-    except OSError as error:
-        hint = "start no second process in this directory"
-        log(f"{folder}: its file system has no locks ({error.strerror}); {hint}")
-
-
-def refuse_strangers(folder: Path, files: tuple[str, ...]) -> None:
-    """Raise InputError if a folder holds files that this program did not write.
-
-    files: patterns of the program's names. The first is the file that it writes before all others.
-    """
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    # Hidden files, and half a file that a crash has left, are nobody's work.
-    names = [name for name in names if name[0] != "." and not name.endswith(".partial")]
-    strangers = [x for x in names if not any(fnmatch.fnmatch(x, pattern) for pattern in files)]
-    strangers += names if files[0] not in names else []
-    if strangers:
-        hint = "which this program did not write; move it away or name an empty directory"
-        raise InputError(f"--output {folder}: holds {strangers[0]}, {hint}")
 
 
 class RunFolder:
@@ -93,110 +76,73 @@ class RunFolder:
 
     `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `flags`
     are all flags of the program, for config.json; this class reads `resume` and those about steps,
-    saving and evaluating. Before `begin` only the lock is written. Raises InputError if the
-    directory cannot be written, or holds another run or other files.
+    saving and evaluating. Before `begin` only the lock is written. Raises InputError if a new run
+    finds files in the directory, or a resumed one finds steps and no checkpoint.
     """
 
-    FILES = "config.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "evaluations", "figures"
-
     def __init__(self, output: str, flags: dict[str, Any]):
-        self.path = Path(broadcast(output))  # A default name holds the time: rank 0's counts.
-        self.flags = flags
-        with raised_on_all():
-            # Rank 0 alone looks: a network file system remembers a missing name for a minute.
-            if rank() == 0 and not flags["resume"] and (self.path / "config.json").exists():
-                read_flags(self.path, "--output")  # It must not be a model's.
-        self.mark = claim(self.path, () if flags["resume"] else self.FILES)
-        with raised_on_all():
-            if rank() == 0:
-                if flags["resume"]:  # of any other run that is here they may be growing
-                    remove_partials(self.path)
-                self.check_records()
-        self.checkpoint = newest_checkpoint(self.path)
-        self.step = self.saved = step_of(self.checkpoint)
+        self.path, self.flags = Path(output), flags
+        claim(self.path)
+        self.checkpoint = on_rank_0(self.find_checkpoint)
+        self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
         if flags["steps"] < self.step:
             raise InputError(f"--steps {flags['steps']}: {self.path} is at step {self.step}")
         self.saved_at = time.monotonic()
 
-    def check_records(self) -> None:
-        """Raise InputError if a new run finds another run, or a resumed one no own checkpoint.
+    def find_checkpoint(self) -> Path | None:
+        """Return the newest checkpoint of a resumed run. Rank 0 looks for all ranks."""
+        if not self.flags["resume"]:
+            files = sorted(path.name for path in self.path.iterdir() if path.name[0] != ".")
+            if files:
+                hint = f"continue a run with --resume {self.path}, or name an empty directory"
+                raise InputError(f"--output {self.path}: holds {files[0]}; {hint}")
+            return None
+        saved = checkpoints(self.path)
+        if not saved and any(line["step"] for line in self.lines()):
+            # Step 0 is the evaluation before the first step.
+            what = f"--resume {self.path}: holds no checkpoint"
+            raise InputError(f"{what}; start anew in another --output")
+        if saved and not (saved[-1] / "trainer").is_dir():
+            what = f"--resume {self.path}: {saved[-1].name} has no trainer/ with AdamW's moments"
+            raise InputError(f"{what}; it cannot be resumed, but it works as --model {saved[-1]}")
+        return saved[-1] if saved else None
 
-        The metrics of a step are on the disk before its checkpoint.
-        """
-        steps, saved = [line["step"] for line in self.lines()], checkpoints(self.path)
-        if not self.flags["resume"] and (saved or steps or (self.path / "evaluations").exists()):
-            hint = f"continue it with --resume {self.path} or name another directory"
-            raise InputError(f"--output {self.path} holds a run: {hint}")
-        if any(steps) and not saved:  # Step 0 is the evaluation before the first.
-            hint = "start anew in another --output"
-            raise InputError(f"--resume {self.path}: holds no checkpoint; {hint}")
-        if any(steps) and step_of(saved[-1]) not in steps:
-            what = f"{saved[-1]} is of a step that metrics.jsonl lacks"
-            hint = "move it away if it is another run's, or copy the whole run again"
-            raise InputError(f"--resume {self.path}: {what}; {hint}")
-
-    def begin(self, fingerprints: dict[str, str]) -> None:
+    def begin(self, more: dict[str, Any]) -> None:
         """Write config.json, and remove records of steps after the checkpoint: they come again.
 
-        fingerprints: {flag: text} for each flag that names contents outside the run, such as
-        --data. The text changes when the contents change. config.json keeps the first texts. Raises
-        InputError if a resumed run would go on with other contents.
+        more: what config.json has beside the flags. Raises InputError if a resumed run would go on
+        with other data: another `data_fingerprint`.
         """
-        with raised_on_all():
-            if rank() == 0:
-                config = self.flags | self.compare(fingerprints)
-                write_whole(self.path / ".owner", self.mark)
-                write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
-                cut_back(self.path / "metrics.jsonl", self.step)
-                cut_back(self.path / "samples.jsonl", self.step)
-                self.delete_later_evaluations()
+        file = self.path / "config.json"
+
+        def write() -> None:
+            stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
+            began, now = stored.get("data_fingerprint"), more["data_fingerprint"]
+            if began and now != began:
+                what = f"is not the data that {self.path} began with ({now}, not {began})"
+                raise InputError(f"--data {self.flags['data']}: {what}")
+            for half in self.path.glob("checkpoints/step_*.partial"):
+                shutil.rmtree(half)
+            write_whole(file, json.dumps(self.flags | more, indent=2) + "\n")
+            cut_back(self.path / "metrics.jsonl", self.step)
+            cut_back(self.path / "samples.jsonl", self.step)
+            for file_of_step in self.path.glob("evaluations/step_*"):
+                match = re.fullmatch(r"step_(\d{6,})(\.rank\d+)?\.jsonl", file_of_step.name)
+                if match and int(match[1]) > self.step:
+                    file_of_step.unlink()
+
+        on_rank_0(write)
         evaluated = [line["step"] for line in self.lines() if line.get("eval")]
-        self.evaluated_step = broadcast(max(evaluated, default=-1))
-
-    def compare(self, fingerprints: dict[str, str]) -> dict[str, str]:
-        """Compare fingerprints with those in config.json, and return what it keeps from now on."""
-        stored = read_flags(self.path, "--resume") if self.flags["resume"] else {}
-        first = {key: value for key, value in stored.items() if key.endswith("_fingerprint")}
-        for name, text in fingerprints.items():
-            began = first.setdefault(f"{name}_fingerprint", text)
-            if text != began:
-                what = f"is not what {self.path} began with ({text}, not {began})"
-                hint = "bring that back, or start anew in another --output"
-                raise InputError(f"--{name} {self.flags[name]}: {what}; {hint}")
-        for name in (key.removesuffix("_fingerprint") for key in first):
-            if name not in fingerprints and self.flags[name] != stored[name]:
-                hint = f"{self.path} has it in its checkpoint; leave the flag out"
-                raise InputError(f"--{name} {self.flags[name]}: {hint}")
-        return first
-
-    def delete_later_evaluations(self) -> None:
-        """Delete the files of evaluations after the checkpoint; a copy of one is not touched."""
-        for file in self.path.glob("evaluations/step_*"):
-            match = re.fullmatch(r"step_(\d{6,})(\.rank\d+)?\.jsonl", file.name)
-            if match and int(match[1]) > self.step:
-                file.unlink()
+        self.evaluated_step = on_rank_0(lambda: max(evaluated, default=-1))
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add lines to a .jsonl file, on the disk. A full disk is an error on every rank.
+        """Add lines to a .jsonl file, on the disk.
 
         After a power cut a checkpoint must not be without the metrics of its steps.
         """
-        with raised_on_all(), writing(self.path / name):
-            if rank() == 0:
-                self.check_owner()
-                append_rows(self.path / name, rows)
-                sync(self.path / name)
-
-    def check_owner(self) -> None:
-        """Raise InputError if another process has begun to write here since.
-
-        On some network file systems a lock holds on its own host only. A process that is refused
-        before `begin` does not write .owner: the other run goes on.
-        """
-        file = self.path / ".owner"
-        owner = file.read_text("utf-8") if file.exists() else self.mark
-        if owner != self.mark:
-            raise InputError(f"--output {self.path}: {owner} works there, too; this process ends")
+        if rank() == 0:
+            append_rows(self.path / name, rows)
+            sync(self.path / name)
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""
@@ -236,8 +182,11 @@ class RunFolder:
         """Save the last whole step unless that is done. The newest --keep_last checkpoints stay."""
         if self.step > self.saved:
             folder = self.path / "checkpoints" / f"step_{self.step:06d}"
-            save_checkpoint(folder, model, optimizer, tokenizer, self.flags["keep_last"])
+            save_checkpoint(folder, model, optimizer, tokenizer)
             self.saved, self.saved_at = self.step, time.monotonic()
+            if rank() == 0:
+                for old in checkpoints(self.path)[: -self.flags["keep_last"]]:
+                    shutil.rmtree(old.rename(old.with_suffix(".partial")))  # half of it is none
 
 
 def is_due(step: int, every: int) -> bool:
@@ -249,3 +198,58 @@ def cut_back(file: Path, step: int) -> None:
     """Keep the rows of a .jsonl file up to a step. A line that a crash tore is removed, too."""
     kept = [line.decode() + "\n" for line, row in read_lines(file) if row["step"] <= step]
     write_whole(file, "".join(kept))
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """List the complete checkpoints of a run, oldest first. step_000020_copy is none of them."""
+    paths = run.glob("checkpoints/step_*")
+    return sorted((path for path in paths if re.fullmatch(r"step_\d{6,}", path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:
+    """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
+
+    The folder gets its name when all its files are on the disk, so a crash leaves no half of a
+    checkpoint. Any number of ranks can continue from a checkpoint. It needs no other state, because
+    data order, sampling and noise are functions of the seed and the step.
+    """
+    partial = folder.with_suffix(".partial")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
+    if rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        head = model.get_output_embeddings()
+        if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
+            weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
+        disable_progress_bar()  # transformers': one for each checkpoint would stay
+        model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+    barrier()  # the folder exists; the others wait here, however long rank 0 writes
+    moments = get_optimizer_state_dict(model, optimizer)
+    dcp.save(moments, checkpoint_id=partial / "trainer", **patiently())
+    if rank() == 0:
+        for path in [*partial.rglob("*"), partial]:
+            sync(path)
+        partial.rename(folder)
+        sync(folder.parent)
+    barrier()
+
+
+def load_optimizer(folder: Path, model: Model, optimizer: Optimizer) -> None:
+    """Load the optimiser's moments from a checkpoint, on any number of ranks."""
+    moments = get_optimizer_state_dict(model, optimizer)
+    dcp.load(moments, checkpoint_id=folder / "trainer", **patiently())
+    set_optimizer_state_dict(model, optimizer, moments)
+
+
+def patiently() -> dict:
+    """Options of DCP with which a rank waits for the others' disks, however long these take."""
+    return {"process_group": distributed.patient, "no_dist": not dist.is_initialized()}

@@ -30,11 +30,10 @@ class StopSignal:
     """
 
     asked, asked_at = False, math.inf  # whether, and the time of the first signal
-    is_fork = False  # a process that a reward has forked says nothing of a stop
 
     def listen(self) -> None:
         """Begin to answer the signals. No stop is asked for yet."""
-        self.asked, self.asked_at, self.is_fork = False, math.inf, False
+        self.asked, self.asked_at = False, math.inf
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
                 signal.signal(number, self.ask)
@@ -44,20 +43,10 @@ class StopSignal:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked, self.asked_at = True, time.monotonic()
-            if rank() == 0 and not self.is_fork:
+            if rank() == 0:
                 # print fails if the signal arrives during another write to the same stream.
                 with contextlib.suppress(OSError):  # a closed pipe
                     os.write(2, b"\nstopping: what is whole is kept (Ctrl-C again: at once)\n")
-
-    def forked(self) -> None:
-        """Let SIGTERM end a process that a reward has forked: time limits rely on it.
-
-        Ctrl-C and a lost terminal reach such a process, too. It keeps the handler for them: a later
-        Ctrl-C ends it. If they were ignored, a program that it executes would ignore them as well.
-        """
-        self.is_fork = True
-        if signal.getsignal(signal.SIGTERM) == self.ask:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def leave_if_asked(self) -> None:
         """Raise Stopped on every rank if any rank was asked to stop. Every rank must call this."""
@@ -79,4 +68,5 @@ class StopSignal:
 
 
 stop = StopSignal()  # one for the process, as signals are
-os.register_at_fork(after_in_child=stop.forked)
+# SIGTERM ends a process that a reward has forked: time limits rely on it.
+os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))

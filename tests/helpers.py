@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import stapo
 from rollout import Response, TokenStats, pad_batch
-from support.checkpoints import checkpoints
+from support.run_folder import checkpoints
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"

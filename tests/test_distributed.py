@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 import eval as evaluation
 import stapo
 from support import distributed
-from support.checkpoints import checkpoints
+from support.run_folder import checkpoints
 from support.distributed import device  # in its module a fixture replaces it
 
 

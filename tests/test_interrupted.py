@@ -11,7 +11,7 @@ from helpers import TINY, fill_disk, lines, read_rows, run, weights
 
 import eval as evaluation
 import stapo
-from support.checkpoints import checkpoints
+from support.run_folder import checkpoints
 
 ROWS = "--samples 2 --limit 6 --instruction= --max_new_tokens 40 --rollout_batch_size 4"
 ROUND = "--eval_every 1 --eval_samples 2 --eval_limit 6 --rollout_batch_size 4"
