@@ -60,13 +60,16 @@ def claim(folder: Path) -> None:
             raise InputError(f"--output {folder}: {what}") from None
         except OSError:  # a file system without locks
             pass
-        mark = f"process {os.getpid()}, {time.time()}"
-        file.write_text(mark, "utf-8")
+        mark = f"process {os.getpid()}, {time.monotonic()}"
+        lock_file.truncate(0)
+        lock_file.write(mark)
+        lock_file.flush()
         return mark
 
     mark = on_rank_0(lock)
     with raised_on_all():
-        if not file.exists() or file.read_text("utf-8") != mark:
+        # Rank 0 does not read the file: closing it would release the lock.
+        if rank() > 0 and (not file.exists() or file.read_text("utf-8") != mark):
             hint = "put it on a file system that all hosts share"
             raise InputError(f"--output {folder}: ranks see different directories; {hint}")
 

@@ -30,8 +30,8 @@ from transformers import AutoTokenizer
 import eval as evaluation
 import stapo
 from support import distributed
-from support.run_folder import checkpoints
 from support.distributed import device  # in its module a fixture replaces it
+from support.run_folder import checkpoints
 
 
 def make_folder(folder: Path) -> Path:

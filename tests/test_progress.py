@@ -34,10 +34,10 @@ LINE |= {"zero_advantage_fraction": 1.0}
 
 
 def test_responses_are_shown_at_powers_of_two_and_at_the_end(capsys):
-    """Without a right answer in the data, step 1 has none that boxes could be compared with."""
-    sample = {"problem": "1+1", "gold": "", "response": "?", "reward": -1.0}
+    """A reward of your own may read no box, so that none is asked for."""
+    sample = {"problem": "1+1", "gold": "2", "response": "?", "reward": -1.0}
     for step in range(1, 7):
-        progress.report_step(LINE | {"step": step}, sample, 6, [])
+        progress.report_step(LINE | {"step": step}, sample, 6, [], boxes=False)
     out, err = capsys.readouterr()
     assert re.findall(r"^--- step (\d)", out, re.MULTILINE) == ["1", "2", "4", "6"]
     assert "no response is right" not in err
@@ -48,7 +48,7 @@ def test_negative_rewards_that_differ_are_not_taken_for_a_wrong_form(capsys, equ
     """A reward of penalties alone has accuracy 0 and trains."""
     sample = {"problem": "1+1", "gold": "2", "response": "?", "reward": -0.3}
     line = LINE | {"step": 1, "zero_advantage_fraction": equal}
-    progress.report_step(line, sample, 6, [])
+    progress.report_step(line, sample, 6, [], boxes=True)
     assert ("no response is right" in capsys.readouterr().err) == hint
 
 
