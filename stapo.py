@@ -432,17 +432,10 @@ def collect(
             stats = response_stats(Policy(model), ids, mask, lengths, cfg.tokens_per_micro_batch)
         ref_logp = stats.logp
     stop.leave_if_asked()  # a stop during the updates waits until the step is whole
-    batch = Batch(
-        ids=ids,
-        mask=mask,
-        lengths=lengths,
-        old=old,
-        ref_logp=ref_logp,
-        rewards=rewards,
-        advantages=advantages,
-        truncated=torch.tensor([response.truncated for response in responses]),
-        seeds=torch.tensor(seeds),
-    )
+    truncated = torch.tensor([response.truncated for response in responses])
+    tokens = {"ids": ids, "mask": mask, "lengths": lengths, "old": old, "ref_logp": ref_logp}
+    each = {"rewards": rewards, "advantages": advantages, "truncated": truncated}
+    batch = Batch(**tokens, **each, seeds=torch.tensor(seeds))
     rows = zip(problems, responses, rewards.tolist(), advantages.tolist(), strict=True)
     samples = [
         {"problem": problem["problem"], "gold": problem["answer"], "response": response.text}

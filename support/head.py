@@ -36,7 +36,12 @@ HEAD_CHUNKS = {"cpu": HeadChunks(256, 32, 256), "cuda": HeadChunks(384, 128, 153
 
 
 class HeadStats(torch.autograd.Function):
-    """ln p and entropy of N tokens, with a backward that computes each chunk of logits again.
+    """ln p and entropy of N tokens, with a backward that computes each chunk of logits again:
+
+        logits = (hidden @ weight.T).float()            # (N, V)
+        ln_pi = logits.log_softmax(-1)                  # (N, V)
+        logp = ln_pi.gather(1, targets[:, None])[:, 0]  # (N,)  ln pi(y)
+        entropy = -(ln_pi.exp() * ln_pi).sum(-1)        # (N,)  H = -sum_v pi(v) ln pi(v)
 
     HeadStats.apply(hidden, weight, targets, logp_only) takes hidden (N, D), weight (V, D) and
     targets (N,) long. It returns ln p and entropy (nats), (N,) float32 each. With `logp_only` the
