@@ -1,7 +1,6 @@
 """Files that a program writes and reads again: lines of JSON, whole files, fingerprints."""
 
 import contextlib
-import datetime
 import hashlib
 import json
 import os
@@ -45,13 +44,7 @@ def sync(path: Path) -> None:
 
 def fingerprint(value: Any) -> str:
     """Hash a value: 16 hexadecimal digits of the SHA-256 of its JSON."""
-
-    def as_text(other: Any) -> str:  # for values that JSON cannot hold
-        if isinstance(other, (bytes, datetime.date, datetime.time)):
-            return str(other)
-        return type(other).__name__  # str(other) could contain an address in memory
-
-    text = json.dumps(value, sort_keys=True, default=as_text)
+    text = json.dumps(value, sort_keys=True, default=str)  # str: for dates and bytes
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

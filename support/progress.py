@@ -80,7 +80,7 @@ def report_step(line: dict, sample: dict, total: int, lines: list[dict], boxes: 
     step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
     text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
     text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
-    text += f", {seconds:.0f} s" if seconds >= 10 else f", {seconds:.1f} s"
+    text += f", {seconds:.1f} s"
     if lines and step < total:
         text += f", about {time_left(lines, total - step)} left"
     log(f"step {step} of {total}: {text}")
@@ -95,19 +95,14 @@ def report_step(line: dict, sample: dict, total: int, lines: list[dict], boxes: 
 
 
 def time_left(lines: list[dict], steps: int) -> str:
-    """Estimate in words how long `steps` more steps take, from the median of the last ten.
+    """Estimate how long `steps` more steps take, from the median of the last ten: "1:02:03".
 
     lines: metrics.jsonl so far. A step's time is its rollout and its updates. Checkpoints and
     evaluations are not in the estimate.
     """
     lines = [line for line in lines if "rollout_seconds" in line][-10:]  # steps, not evaluations
     each = statistics.median(line["rollout_seconds"] + line["update_seconds"] for line in lines)
-    seconds = steps * each
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+    return tqdm.format_interval(steps * each)
 
 
 def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) -> None:
@@ -135,16 +130,13 @@ def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) ->
 
 def check_sampler(line: dict) -> None:
     """Warn once if a step's metrics say that the sampler draws from another policy."""
-    wrong = abs(line["sampling_z"]) > 6 and abs(line["sampling_gap"]) > 0.005
-    if wrong and first_time("sampling"):
-        log(SAMPLING_WARNING.format(**line))
-
-
-SAMPLING_WARNING = (
-    "step {step}: the sampler does not draw from the policy that is trained: -ln p of the sampled "
-    "tokens is {sampling_gap:+.4f} nats from the entropy on average (z = {sampling_z:+.1f}). "
-    "Look for a temperature, top-p, top-k, stale weights or another precision."
-)
+    gap, z = line["sampling_gap"], line["sampling_z"]
+    if abs(z) > 6 and abs(gap) > 0.005 and first_time("sampling"):
+        log(
+            f"step {line['step']}: the sampler does not draw from the policy that is trained: "
+            f"-ln p of the tokens is {gap:+.4f} nats from the entropy on average (z = {z:+.1f}). "
+            "Look for a temperature, top-p, top-k, stale weights or another precision."
+        )
 
 
 def with_error(score: dict, digits: int = 1) -> str:

@@ -16,10 +16,10 @@ def a_step(rollout: float, update: float) -> dict:
 @pytest.mark.parametrize(
     ("seconds", "steps", "words"),
     [
-        ([(1.5, 0.5)], 3, "6 s"),
-        ([(80, 20)] * 3, 78, "2.2 h"),
-        ([(80, 20), (900, 300), (80, 24)], 10, "17 min"),  # one slow step does not count: 1,040 s
-        ([(1, 0)] * 20 + [(1200, 60)] * 10, 2920, "42.6 days"),  # the last ten alone
+        ([(1.5, 0.5)], 3, "00:06"),
+        ([(80, 20)] * 3, 78, "2:10:00"),
+        ([(80, 20), (900, 300), (80, 24)], 10, "17:20"),  # one slow step does not count: 1,040 s
+        ([(1, 0)] * 20 + [(1200, 60)] * 10, 2920, "1022:00:00"),  # the last ten alone
     ],
 )
 def test_what_is_left_is_as_long_as_a_usual_recent_step(seconds, steps, words):
@@ -64,6 +64,6 @@ def test_the_line_of_a_step_ends_with_the_time_left(tmp_path, capsys, monkeypatc
     run(tmp_path / "run", "--steps 2")
     stapo.main(f"--resume {tmp_path / 'run'} --steps 4".split())
     lines = re.findall("^step .*", capsys.readouterr().err, re.MULTILINE)
-    left = [re.fullmatch(r"step \d of \d: .* s, about \d+ s left", line) for line in lines]
+    left = [re.fullmatch(r"step \d of \d: .* s, about \d\d:\d\d left", line) for line in lines]
     assert list(map(bool, left)) == [True, False, True, False]
     assert asked == [([1], 1), ([1, 2, 3], 1)]
