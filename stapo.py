@@ -155,9 +155,9 @@ def clipped_loss(
     ln pi_old of the same tokens; it never receives a gradient. advantages (B,) float32. keep (B, T)
     bool is the paper's I. If I is 1 on every response token, this is the objective of DAPO and
     JustRL (Sec. 2.3).
-    denominator is sum I; None takes the kept tokens of this call. JustRL divides by all tokens. A
-    micro-batch needs the denominator of its whole mini-batch. FSDP averages gradients over ranks:
-    pass the denominator of all ranks, divided by the world size.
+    denominator is sum I; None takes the kept tokens of this call. (20-Entropy divides by all
+    tokens, the dropped ones included.) A micro-batch needs the denominator of its whole mini-batch.
+    FSDP averages gradients over ranks: pass the denominator of all ranks, divided by the world size.
     """
     check_shapes(advantages, keep, logp, old_logp)
     log_rho = logp - old_logp.detach()  # (B, T)

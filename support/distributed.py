@@ -214,19 +214,15 @@ def shard(policy: torch.nn.Module) -> None:
     """Apply FSDP2 to a policy: its parameters become shards.
 
     Each decoder layer of `policy.model` is a group. The policy itself is the root group, with the
-    embedding, the last norm and the head. Raises InputError if the model has no `.layers`.
+    embedding, the last norm and the head.
     """
-    decoder = policy.model.base_model
-    if not hasattr(decoder, "layers"):
-        name = type(decoder).__name__
-        raise InputError(f"--model: {name} has no `.layers` to shard, which is not supported")
     options = {"mesh": init_device_mesh(device().type, (world_size(),))}
     if device().type == "cuda":
         # Inputs of layers stay as they are: OLMo's and ERNIE's rotary cosines are float32. The
         # model that samples is not sharded, so nothing would cast them there.
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         options["mp_policy"] = precision
-    for layer in decoder.layers:
+    for layer in policy.model.base_model.layers:
         fully_shard(layer, **options)
     fully_shard(policy, **options)
 
