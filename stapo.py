@@ -157,7 +157,7 @@ def clipped_loss(
     JustRL (Sec. 2.3).
     denominator is sum I; None takes the kept tokens of this call. (20-Entropy divides by all
     tokens, the dropped ones included.) A micro-batch needs the denominator of its whole mini-batch.
-    FSDP averages gradients over ranks: pass the denominator of all ranks, divided by the world size.
+    FSDP averages gradients over ranks: pass that of all ranks, divided by the world size.
     """
     check_shapes(advantages, keep, logp, old_logp)
     log_rho = logp - old_logp.detach()  # (B, T)
