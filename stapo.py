@@ -989,7 +989,7 @@ def train(cfg: Config) -> None:
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
     run.begin({"data_fingerprint": task.data_fingerprint, "versions": installed()})
     method = METHODS[cfg.method]
-    if cfg.quantile_over == "all":
+    if cfg.quantile_over == "all" and method.reads == "A > 0":
         method = method._replace(reads="all")
     skipped_in_a_row, ended_by = 0, None
     stop.listen()
