@@ -83,14 +83,12 @@ def check_positions(name: str, model: Model) -> None:
     The probabilities of a response's tokens would then depend on the responses beside it.
     """
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        # A dict has one kind for each type of layer.
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds or "default"]:
-            if "dynamic" in kind or kind == "longrope":
-                raise InputError(
-                    f"{name}: its config.json has rope_type {kind!r}, rotary positions that depend "
-                    "on the longest row of a batch, which is not supported"
-                )
+        kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
+        if "dynamic" in kind or "longrope" in kind:
+            raise InputError(
+                f"{name}: its config.json has rope_type {kind}, rotary positions that depend on "
+                "the longest row of a batch, which is not supported"
+            )
 
 
 def check_length(
