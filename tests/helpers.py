@@ -26,7 +26,7 @@ FLAGS = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 
 BENCHMARKS = Path(os.environ.get("STAPO_BENCHMARKS") or "no benchmarks")
 TIMINGS = ("rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_gb")
 
-STOPS = list(range(5, 15))  # many, so that random models end their responses at many lengths
+STOPS = [0, *range(5, 15)]  # many, so that random models end their responses at many lengths
 SHAPE = {
     "vocab_size": 104,
     "hidden_size": 32,
@@ -47,14 +47,24 @@ FAMILIES = {
     "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
     # positions that are counted from the attention mask
     "opt": transformers.OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3),
-    # a mask of its own; an attention of its own (two)
+    # a mask of its own; an attention of its own
     "doge": transformers.DogeConfig(**SHAPE),
+    "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
+    # a recurrent state, with keys and values beside it or without
+    "lfm2": transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    "mamba": transformers.MambaConfig(**{**SHAPE, "intermediate_size": 64}, state_size=8),
     # logits with a scale; with a bias
     "granite": transformers.GraniteConfig(**SHAPE, logits_scaling=3.0),
     "phi": transformers.PhiConfig(**SHAPE),
-    "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
-    "neox, japanese": transformers.GPTNeoXJapaneseConfig(**SHAPE),
 }
+
+
+def make_family(name: str) -> transformers.PreTrainedModel:
+    """A random model of FAMILIES with many stop ids."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name]).eval()
+    model.generation_config.eos_token_id = STOPS
+    return model
 
 
 def read_rows(file: Path) -> list[dict]:

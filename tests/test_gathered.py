@@ -25,37 +25,30 @@ def worker(folder: Path) -> None:
     if distributed.rank() > 0:
         rollout.load_model = None  # the others are sent their shards
     policy = rollout.load_policy(str(folder), gradient_checkpointing=True)
-    options = distributed.patient._get_backend(torch.device("cpu")).options
-    assert options._timeout == distributed.PATIENCE  # one rank may wait long for another
     policy.train()
-    ids = torch.arange(20, 60).view(2, 20) + distributed.rank()
-    mask = torch.ones_like(ids, dtype=torch.bool)
+    rows = [torch.arange(20, 60).view(2, 20) + rank for rank in range(distributed.world_size())]
+    mask = torch.ones(2, 20, dtype=torch.bool)
     # ragged: ranks that gathered anew at each token would wait for each other
     prompts = [[20, 21 + i] for i in range(6 + distributed.rank())]
-    for _ in range(2):  # before the first update and after one
-        for fails in (True, False):
-            with contextlib.suppress(InterruptedError), distributed.gathered(policy) as twin:
-                assert twin.device == policy.model.device and twin.dtype == torch.float32
-                norms = [fused_norms(model) for model in (twin, policy, plain)]
-                assert norms[0] == norms[1] == norms[2] > 0  # no rounding apart
-                assert rollout.stop_ids(twin, tokenizer) == [0, 3]  # on every rank
-                assert type(twin.lm_head) is type(policy.model.lm_head) is Float32Head
-                options = {"max_new_tokens": 12, "batch_size": 4, "seed": distributed.rank()}
-                ours, theirs = (
-                    rollout.in_order(rollout.sample(m, tokenizer, prompts, **options))
-                    for m in (twin, plain)
-                )
-                assert [r.ids for r in ours] == [r.ids for r in theirs]
-                if fails:
-                    raise InterruptedError
-            assert all(hasattr(p, "to_local") for p in policy.parameters())  # shards again
-        policy.zero_grad()
-        policy(ids, mask).logp.sum().backward()
-        plain.zero_grad()
-        for rank in range(distributed.world_size()):
-            row = torch.arange(20, 60).view(2, 20) + rank
-            logp = rollout.Policy(plain)(row, mask).logp
-            (logp.sum() / distributed.world_size()).backward()
+    options = {"max_new_tokens": 12, "batch_size": 4, "seed": distributed.rank()}
+    for fails in (True, False):  # before the first update and after one
+        with contextlib.suppress(InterruptedError), distributed.gathered(policy) as twin:
+            assert twin.device == policy.model.device and twin.dtype == torch.float32
+            assert fused_norms(twin) == fused_norms(policy) == fused_norms(plain) > 0
+            assert rollout.stop_ids(twin, tokenizer) == [0, 3]  # on every rank
+            assert type(twin.lm_head) is type(policy.model.lm_head) is Float32Head
+            ours, theirs = (
+                rollout.in_order(rollout.sample(model, tokenizer, prompts, **options))
+                for model in (twin, plain)
+            )
+            assert [r.ids for r in ours] == [r.ids for r in theirs]
+            if fails:
+                raise InterruptedError
+        assert all(hasattr(p, "to_local") for p in policy.parameters())  # shards again
+        policy.zero_grad(), plain.zero_grad()
+        policy(rows[distributed.rank()], mask).logp.sum().backward()
+        for ids in rows:
+            (rollout.Policy(plain)(ids, mask).logp.sum() / len(rows)).backward()
         for p, expected in zip(policy.parameters(), plain.parameters(), strict=True):
             error = (p.grad.full_tensor() - expected.grad).abs().max()
             assert error < 1e-5 * expected.grad.abs().max()

@@ -77,7 +77,7 @@ def test_everything_runs_on_a_gpu(tmp_path):
         f"--output {tmp_path}/eval",
     ]
     said = run("\n".join(lines), tmp_path)
-    weights = re.findall("^1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
+    weights = re.findall("1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
     assert weights == ["float32", "float32", "bfloat16", "bfloat16"]
     assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
     lines = read_rows(output / "metrics.jsonl")

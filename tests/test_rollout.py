@@ -5,22 +5,31 @@ import itertools
 import json
 import math
 import os
-import shutil
-import weakref
 from decimal import Decimal
 
 import pytest
 import torch
 import transformers
 from datasets import Dataset
-from helpers import BENCHMARKS, FAMILIES, SHAPE, STOPS, TINY, random_prompts, write_rows
+from helpers import (
+    BENCHMARKS,
+    FLAGS,
+    SHAPE,
+    STOPS,
+    TINY,
+    make_family,
+    random_prompts,
+    refused,
+    write_rows,
+)
 from reference import logit_stats, plain_head
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
 from rollout import Response, encode_prompt, in_order, sample, stop_ids
-from support import decoding, head, models, progress
+from support import decoding, head, models
+from support.errors import InputError
 from support.head import HeadStats
 from support.problems import cell_text, load_problems
 
@@ -33,8 +42,7 @@ ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
 
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
 @pytest.mark.parametrize(
-    "tokens, chunks",
-    [(50, (1, 1000, 1)), (50, (7, 3, 7)), (50, (64, 3, 20)), (50, None), (0, None)],
+    "tokens, chunks", [(50, (7, 3, 7)), (50, (64, 3, 20)), (50, None), (0, None)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_in_chunks_is_the_head(tokens, chunks, dtype, device, monkeypatch):
@@ -46,31 +54,25 @@ def test_head_in_chunks_is_the_head(tokens, chunks, dtype, device, monkeypatch):
     weight = torch.randn(311, 24, generator=g).to(device, dtype).requires_grad_()
     targets = torch.randint(0, 311, (tokens,), generator=g).to(device)
     scale = torch.randn(tokens, generator=g).to(device)
+
+    def gradients(logp):
+        return torch.autograd.grad((logp * scale).sum(), (hidden, weight))
+
     stats = HeadStats.apply(hidden, weight, targets, False)
-    assert all(s.dtype == torch.float32 and s.shape == (tokens,) for s in stats)
-    (stats[0] * scale).sum().backward()
-    ours = hidden.grad, weight.grad
-    hidden.grad = weight.grad = None
     expected = plain_head(hidden, weight, targets)
-    (expected[0] * scale).sum().backward()
+    assert all(s.dtype == torch.float32 and s.shape == (tokens,) for s in stats)
     for a, b in zip(stats, expected):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
-    for a, b in zip(ours, (hidden.grad, weight.grad)):
-        torch.testing.assert_close(a, b, **close)
-    hidden.grad = weight.grad = None
+    ours = gradients(stats[0])
+    torch.testing.assert_close(ours, gradients(expected[0]), **close)
     logp, entropy = HeadStats.apply(hidden, weight, targets, True)
-    (logp * scale).sum().backward()
-    same = zip((logp, hidden.grad, weight.grad), (stats[0], *ours), strict=True)
+    same = zip((logp, *gradients(logp)), (stats[0], *ours), strict=True)
     assert entropy is None and all(a.equal(b) for a, b in same)  # to the bit
-
-
-def test_an_entropy_bonus_is_an_error(random_model):
-    """HeadStats has no gradient for it, so the bonus would be in the loss and change no weight."""
-    ids, mask = torch.arange(4, 12)[None], torch.ones(1, 8).bool()
-    logp, entropy = rollout.Policy(random_model())(ids, mask)
-    with pytest.raises(RuntimeError, match="no gradient of the entropy"):
-        (logp.sum() + 0.1 * entropy.sum()).backward()
+    # The entropy has no gradient: without an error a bonus in the loss would change no weight.
+    bonus = sum(HeadStats.apply(hidden, weight, targets, False)).sum()
+    with pytest.raises(RuntimeError, match="entropy"):
+        bonus.backward()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -99,44 +101,31 @@ def test_the_policy_against_float64(random_model, tied):
         total = total + expected[0].sum()
     total.backward()
     for name, parameter in model.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(
-            ours[name].double(), parameter.grad, atol=1e-4 * scale, rtol=1e-3
-        )
+        close = {"atol": 1e-4 * float(parameter.grad.abs().max()), "rtol": 1e-3}
+        torch.testing.assert_close(ours[name].double(), parameter.grad, **close)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral, windows", "granite", "phi"])
-def test_what_a_bfloat16_model_draws_from_is_a_float32_product(
-    family, tokenizer, tmp_path, monkeypatch
-):
-    """Looked at on its way to the draw: with the scale or the bias that a model gives its logits.
-
-    A product of bfloat16 factors that is bfloat16, too, would be off by a part in 500.
-    """
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
-    if model.lm_head.bias is not None:
+@pytest.mark.parametrize("family", ["qwen3", "granite", "phi"])
+def test_the_logits_of_a_bfloat16_model_are_a_float32_product(family, tmp_path):
+    """With a model's scale or bias. The product in bfloat16 would be off by a part in 500."""
+    model = make_family(family)
+    if family == "phi":
         torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)
-    model = rollout.load_model(str(tmp_path), torch.bfloat16)  # as on a GPU
-    own, drawn, real = [], [], transformers.LogitsProcessorList.__call__
-    model.lm_head.register_forward_pre_hook(lambda _, args: own.append(args[0][:, -1]))
-    seen = lambda self, ids, logits: (drawn.append(logits), real(self, ids, logits))[1]  # noqa: E731
-    monkeypatch.setattr(transformers.LogitsProcessorList, "__call__", seen)
-    in_order(sample(model, tokenizer, [[5, 6, 7], [8]], max_new_tokens=9))
-    own = own[-len(drawn) :]  # without the reading of prompts
-    assert len(drawn) == 9 and all(logits.dtype == torch.float32 for logits in drawn)
-    for hidden, logits in zip(own, drawn):
-        expected = hidden.float() @ model.lm_head.weight.float().T
-        if family == "granite":
-            expected /= model.config.logits_scaling
-        if family == "phi":
-            expected += model.lm_head.bias
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    model, ids = models.load_model(str(tmp_path), torch.bfloat16), torch.arange(5, 25)[None]
+    hidden, weight = model.base_model(ids).last_hidden_state, model.lm_head.weight
+    expected = hidden.float() @ weight.float().T
+    if family == "granite":
+        expected /= model.config.logits_scaling
+    if family == "phi":
+        expected += model.lm_head.bias
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_router_noise_is_off(tmp_path):
-    """As dropout is, whose promise is seen in a run."""
+# -------------------------------------------------------------------------------- models and limits
+
+
+def test_dropout_and_router_noise_are_off(tmp_path):
     transformers.MixtralConfig(**SHAPE, router_jitter_noise=0.1).save_pretrained(tmp_path)
     assert models.load_config(str(tmp_path)).router_jitter_noise == 0
     text = {"attention_dropout": 0.1}  # of a model that reads images, too
@@ -144,16 +133,8 @@ def test_router_noise_is_off(tmp_path):
     assert models.load_config(str(tmp_path)).text_config.attention_dropout == 0
 
 
-def llama(positions: int, kind: str, **rope) -> transformers.LlamaConfig:
-    rope |= {"rope_type": kind, "rope_theta": 10000.0}
-    return transformers.LlamaConfig(
-        **SHAPE, max_position_embeddings=positions, rope_parameters=rope
-    )
-
-
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 ROPES = {
-    "default": {},
     "yarn": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "longrope": {"factor": 4.0, "original_max_position_embeddings": 16, **FACTORS},
@@ -163,64 +144,73 @@ ROPES = {
 @pytest.mark.parametrize("kind", ROPES)
 def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
     """A row of 10 tokens, alone and beside one of 40, where 16 are the model's usual length."""
+    rope = ROPES[kind] | {"rope_type": kind, "rope_theta": 10000.0}
+    options = {"max_position_embeddings": 16, "rope_parameters": rope}
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(llama(16, kind, **ROPES[kind])).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **options)).eval()
     short = Response([5, 6], list(range(20, 28)), False, "")
     long = Response([5], [7] * 39, True, "")
     alone, beside = (
         rollout.response_stats(rollout.Policy(model), *rollout.pad_batch(rows), 100).logp[0, 2:10]
         for rows in ([short], [short, long])
     )
-    depends = kind in ("dynamic", "longrope")
-    assert (float((alone - beside).abs().max()) > 1e-3) == depends
     model.save_pretrained(tmp_path)
-    if depends:
-        with pytest.raises(rollout.InputError, match=f"{tmp_path}.* rope_type '{kind}'"):
-            rollout.load_model(str(tmp_path))
+    if float((alone - beside).abs().max()) < 1e-3:
+        assert kind == "yarn"
+        models.load_model(str(tmp_path))
     else:
-        rollout.load_model(str(tmp_path))
+        with pytest.raises(InputError, match=f"{tmp_path}.* rope_type {kind}"):
+            models.load_model(str(tmp_path))
 
 
-LLAMA_3_2 = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}
-LLAMA_3_2 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("given", "rope", "positions"),
-    [
-        (64, None, 64),
-        # under YaRN the number is the one before the factor (Qwen2.5) or behind it
-        (64, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
-        (256, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
-        (64, {"rope_type": "yarn", "factor": 4.0}, 64),
-        (131_072, LLAMA_3_2, 131_072),
-    ],
-)
-def test_responses_fit_in_the_positions(given, rope, positions, tmp_path):
-    """As a config.json has them: in memory transformers fills in what YaRN's lacks."""
-    held = {"model_type": "llama", "max_position_embeddings": given, "rope_theta": 1e4}
-    (tmp_path / "config.json").write_text(json.dumps(held | {"rope_scaling": rope}))
-    config = models.load_config(str(tmp_path))
-    (tmp_path / "config.json").unlink()  # as a checkpoint goes while its model is trained
-    prompts = [[5] * 24, [5] * 7]
+def test_responses_fit_in_the_positions():
+    config, prompts = transformers.LlamaConfig(max_position_embeddings=64), [[5] * 24, [5] * 7]
+    models.check_length(config, prompts, 40, "")
     models.check_length(transformers.MambaConfig(), prompts, 10**6, "")  # has no such number
-    models.check_length(config, prompts, positions - 24, "--max_new_tokens")
-    message = f"--max_new_tokens {positions - 23}: .* 24 .* {positions} .* at most {positions - 24}"
-    with pytest.raises(rollout.InputError, match=message):
-        models.check_length(config, prompts, positions - 23, "--max_new_tokens")
+    with pytest.raises(InputError, match=r"--max_new_tokens 41: .* 24 .* 64 .* at most 40 fit"):
+        models.check_length(config, prompts, 41, "--max_new_tokens")
 
 
-def test_the_kinds_of_positions_that_modules_name():
-    """One kind, one for each type of layer, or none."""
-    model, kinds = torch.nn.Linear(2, 2), {"full_attention": "default"}
-    for model.rope_type in (None, "default", kinds | {"sliding_attention": "linear"}):
-        models.check_positions("model", model)
-    model.rope_type = kinds | {"sliding_attention": "dynamic"}
-    with pytest.raises(rollout.InputError, match="rope_type 'dynamic'"):
-        models.check_positions("model", model)
+def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
+    """Without a tokenizer; quantised; without a weight, which transformers would draw at random."""
+    model, config = random_model(), tmp_path / "config.json"
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    whole, method = config.read_text(), {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+    def reason(load) -> str:
+        with pytest.raises(InputError) as refusal:
+            load(str(tmp_path))
+        name, _, text = str(refusal.value).partition(": ")
+        assert name == str(tmp_path) and "\n" not in text
+        return text
+
+    assert "no tokenizer in this folder" in reason(rollout.load_tokenizer)
+    assert "no weights for model.norm.weight" in reason(rollout.load_policy)
+    config.write_text(json.dumps(json.loads(whole) | {"quantization_config": method}))
+    assert "a quantised model" in reason(rollout.load_policy)
+
+
+def test_ids_that_the_model_does_not_have_are_refused(random_model, tmp_path, capsys):
+    """By the sampler: an id of a prompt, or of the padding. By stapo.py: in one line."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    for pad, prompts, largest in ((1, [[5], [9, 104]], 104), (300, [[5]], 300)):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+        with pytest.raises(InputError, match=rf"--model: .*\b{largest}\b.*\b104\b"):
+            next(sample(random_model(), tokenizer, prompts, max_new_tokens=2))
+    random_model(vocab_size=60).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    line = refused(capsys, f"{FLAGS} --model {tmp_path} --output {tmp_path}/run").splitlines()[-1]
+    assert "--model" in line and " 300" in line and " 60" in line
 
 
 # -------------------------------------------------------------------------------------- sampling
+
+
+WITH_SLOTS = ["qwen3", "doge", "falcon"]  # each an attention or a mask of its own
+WITHOUT_SLOTS = ["mistral, windows", "qwen2, a window", "opt", "lfm2", "mamba"]
+BOTH_PATHS = pytest.mark.parametrize("family", [WITH_SLOTS[0], WITHOUT_SLOTS[0]])
 
 
 def chi_square(tokens, expected):
@@ -235,18 +225,18 @@ def chi_square(tokens, expected):
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
 def test_rollouts_follow_the_softmax(random_model, tokenizer, temperature, top_p, monkeypatch):
-    """8,000 first and second tokens; the same draws behind a top-k of 50 are far outside.
+    """8,000 first and second tokens, and the nucleus by hand: the likeliest tokens of the sharpened
+    softmax until top_p is reached.
 
-    The nucleus by hand: the likeliest tokens until top_p of the sharpened softmax is reached.
     The number of slots is asked for 6 tokens a row, and for the memory that this top_p needs.
     """
     asked, fit = [], rollout.rows_that_fit
     monkeypatch.setattr(rollout, "rows_that_fit", lambda *a: (asked.append(a[1:]), fit(*a))[1])
     model = random_model(spread=0.3)
-    model.generation_config = GenerationConfig(
+    model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3
     )
-    own, prompt, n = model.generation_config, [5, 9, 11, 40], 8000
+    prompt, n = [5, 9, 11, 40], 8000
     settings = {"max_new_tokens": 2, "batch_size": 4000, "seed": 1}
     settings |= {"temperature": temperature, "top_p": top_p}
     responses = in_order(sample(model, tokenizer, [prompt] * n, **settings))
@@ -272,9 +262,6 @@ def test_rollouts_follow_the_softmax(random_model, tokenizer, temperature, top_p
     tokens = torch.tensor([ids[1] for ids in went_on])
     second = nucleus([[*prompt, first] for first in range(104)])
     assert abs(chi_square(tokens, starts @ second)) < 5
-    top = p * (p >= p.topk(50).values[-1])
-    leaked = torch.multinomial(top, n, replacement=True, generator=torch.Generator().manual_seed(0))
-    assert top_p < 1 or chi_square(leaked, n * p) > 20
 
 
 def test_next_token_inverts_the_cumulative_distribution():
@@ -295,10 +282,8 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
     prompts, seeds = [encode_prompt(tokenizer, text, "") for text in texts], list(range(70, 82))
     runs = []
     for order, batch_size in ((range(12), 12), (range(12), 5), (range(11, -1, -1), 3), ([4], 1)):
-        asked = [prompts[i] for i in order], [seeds[i] for i in order]
-        drawn = sample(
-            tiny, tokenizer, asked[0], max_new_tokens=40, batch_size=batch_size, seed=asked[1]
-        )
+        options = {"batch_size": batch_size, "seed": [seeds[i] for i in order]}
+        drawn = sample(tiny, tokenizer, [prompts[i] for i in order], max_new_tokens=40, **options)
         runs.append({i: r.ids for i, r in zip(order, in_order(drawn))})
     assert runs[0] == runs[1] == runs[2] and runs[3][4] == runs[0][4]
     assert len({tuple(ids) for ids in runs[0].values()}) > 8
@@ -308,40 +293,26 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
 
 
 def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES["mistral, windows"]).eval()
-    options = {"max_new_tokens": 9, "batch_size": 2}
+    model, options = make_family("mistral, windows"), {"max_new_tokens": 9, "batch_size": 2}
     ids = [r.ids for r in in_order(sample(model, tokenizer, [[20]] * 4, **options))]
     assert ids[:2] != ids[2:]
 
 
-def test_a_leaking_processor_is_refused(random_model, tokenizer, monkeypatch):
-    real = rollout.GenerationConfig
-    monkeypatch.setattr(rollout, "GenerationConfig", lambda **k: real(**{**k, "top_k": 50}))
-    with pytest.raises(RuntimeError, match="TopK"):
-        next(sample(random_model(), tokenizer, [[5]], max_new_tokens=2))
-
-
-def plain_greedy(model, prompt, stops, max_new_tokens):
-    """One prompt through plain `generate`."""
-    ids = torch.tensor([prompt])
-    length = {"max_new_tokens": max_new_tokens, "eos_token_id": stops, "pad_token_id": 1}
-    mask = torch.ones_like(ids)
-    return model.generate(ids, attention_mask=mask, do_sample=False, **length)[0, ids.shape[1] :]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeypatch, capsys):
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("family", [*WITH_SLOTS, *WITHOUT_SLOTS])
+def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeypatch):
     """Prompts of 1 to 23 tokens, in 5 slots or in all, and some in one, in a cache that grows.
 
     A forward that saw what earlier rows left in a slot would choose other tokens.
     """
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
-    monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
-    monkeypatch.setattr(progress, "said", set())
-    prompts = random_prompts(12, 24)
-    expected = [plain_greedy(model, prompt, STOPS, 37).tolist() for prompt in prompts]
+    model, prompts = make_family(family), random_prompts(12, 24)
+    assert decoding.has_full_attention(model) == (family in WITH_SLOTS)
+    config = GenerationConfig(max_new_tokens=37, eos_token_id=STOPS, pad_token_id=1)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        ids = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        expected.append(ids[0, len(prompt) :].tolist())
     assert len(set(map(len, expected))) > 4
     cases = ((5, 8, 16384, 8), (5, 1, 40, 24), (12, 3, 16384, 16), (1, 1000, 1, 128))
     for batch_size, every, prefilled, block in cases:
@@ -353,19 +324,10 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
         responses = in_order(sample(model, tokenizer, prompts[:some], **settings))
         found = [(r.ids, r.truncated) for r in responses]
         assert found == [(ids, ids[-1] not in STOPS) for ids in expected[:some]]
-    plain = "window" in family or family == "opt"
-    assert capsys.readouterr().out.count("plain generate, in batches") == plain
 
 
-def test_responses_have_their_text(random_model, tokenizer):
+def test_responses_have_their_text():
     """Of the ids that the tokenizer has: a model's vocabulary may be wider."""
-    model, size = random_model(vocab_size=len(tokenizer) + 500), len(tokenizer)
-    drawn = sample(model, tokenizer, [[5]] * 8, max_new_tokens=29, batch_size=4)
-    responses = in_order(drawn)
-    assert max(i for r in responses for i in r.ids) >= size
-    for r in responses:
-        known = [i for i in r.ids if i < size]
-        assert r.text == tokenizer.decode(known, skip_special_tokens=True)
 
     class Strict(str):  # a tokenizer that fails where it has no word
         def decode(self, ids, **_):
@@ -380,7 +342,7 @@ def test_rows_take_four_fifths_of_the_free_memory(family, width, monkeypatch):
 
     A token takes the room of eight. The second configuration has no head_dim.
     """
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family])
+    model = make_family(family)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     keys = 2 * 2 * 2 * width * 4 * 8  # keys and values, layers, heads, width, bytes, tokens
@@ -398,99 +360,92 @@ def test_a_cache_grows_on_a_cpu_and_is_whole_at_once_on_a_gpu():
         assert cache.capacity == capacity
 
 
-def test_a_forward_over_prompts_stays_within_its_tokens(random_model, tokenizer, monkeypatch):
-    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 40)
-    model, sizes = random_model(), []
-
-    def look(_module, _args, given):
-        if given["attention_mask"] is None:  # a prompt's last token is decoded
-            sizes.append(given["input_ids"].shape)
-
-    model.register_forward_pre_hook(look, with_kwargs=True)
-    in_order(sample(model, tokenizer, random_prompts(12, 24), max_new_tokens=2))
-    assert len(sizes) > 3 and all(rows == 1 or rows * width <= 40 for rows, width in sizes)
-
-
 def test_a_freed_slot_takes_the_next_prompt(random_model, monkeypatch):
     """Decoding steps as counted by hand: a slot is idle for less than CHECK_EVERY steps.
 
-    A stop id ends its row and belongs to it, also the id that pads.
+    A stop id ends its row and belongs to it, also the id that pads. A forward over prompts stays
+    within its number of tokens.
     """
-    monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 20)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(14)
-    model, forwards = random_model(spread=0.3), []
-    prompts = random_prompts(60, 9)
+    model, forwards, prompts = random_model(spread=0.3), [], random_prompts(60, 9)
+    model.generation_config.eos_token_id = STOPS
     model.register_forward_pre_hook(
         lambda _, args, kwargs: forwards.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     drawn = sample(model, tokenizer, prompts, max_new_tokens=50, batch_size=6, seed=1)
-    responses = in_order(drawn)
+    responses, stops = in_order(drawn), {*STOPS, tokenizer.eos_token_id}
     for r in responses:
-        assert not {*r.ids[:-1]} & {*STOPS} and r.truncated == (r.ids[-1] not in STOPS)
+        assert not {*r.ids[:-1]} & stops and r.truncated == (r.ids[-1] not in stops)
     assert tokenizer.pad_token_id == 14 in [r.ids[-1] for r in responses]
+    assert [r.prompt_ids for r in responses] == prompts
+    assert [r.text for r in responses] == [
+        tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses
+    ]
     lengths = [len(r.ids) for r in responses]
     steps = [rows for rows, width in forwards if width == 1]
     assert max(rows for rows, _ in forwards) == 6  # at most batch_size at a time
+    assert max(rows * width for rows, width in forwards) <= 20
     # each response costs a slot its length, rounded up to the next look at the tokens
     busy = sum(lengths) + 7 * len(lengths)
     assert len(steps) <= busy / 6 + max(lengths) + 8
     batches = sum(max(lengths[i : i + 6]) for i in range(0, 60, 6))
     assert len(steps) < 0.8 * batches
-    assert [r.prompt_ids for r in responses] == prompts
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral, windows"])
-def test_logits_that_are_nan_are_marked_and_give_an_id_that_exists(family, tokenizer):
-    """Whether decoded by this project or by plain generate; 0.9: through top-p, too."""
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
-    for value in (0.01, math.nan):
-        torch.nn.init.constant_(model.lm_head.weight, value)
-        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9)):
-            options = {"max_new_tokens": 11, "temperature": temperature, "top_p": top_p}
-            responses = in_order(sample(model, tokenizer, [[5, 6], [7]], **options))
-            assert all(0 <= i < 104 for r in responses for i in r.ids)
-            assert [r.finite for r in responses] == [not math.isnan(value)] * 2
+@BOTH_PATHS
+@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (1.0, 1.0), (0.7, 0.9)])
+def test_logits_that_are_nan_end_the_sampling(family, temperature, top_p, tokenizer):
+    """In one of the rows, with one line."""
+    model = make_family(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[90] = math.nan
+    options = {"max_new_tokens": 11, "temperature": temperature, "top_p": top_p}
+    with pytest.raises(InputError, match="^--model: .*NaN") as failure:
+        list(sample(model, tokenizer, [[5, 6], [90], [7]], **options))
+    assert "\n" not in str(failure.value)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral, windows"])
+@BOTH_PATHS
+def test_a_leaking_processor_is_refused(family, tokenizer, monkeypatch):
+    real = rollout.GenerationConfig
+    monkeypatch.setattr(rollout, "GenerationConfig", lambda **k: real(**{**k, "top_k": 50}))
+    with pytest.raises(RuntimeError, match="TopK"):
+        next(sample(make_family(family), tokenizer, [[5]], max_new_tokens=2))
+
+
+@BOTH_PATHS
 def test_a_model_in_training_mode_is_not_sampled_from(family, tokenizer):
     """Gradient checkpointing would turn the cache off; dropout would draw from another policy."""
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).train()
     with pytest.raises(RuntimeError, match=r"training mode.* call model\.eval\(\)"):
-        next(sample(model, tokenizer, [[5, 6]], max_new_tokens=2))
+        next(sample(make_family(family).train(), tokenizer, [[5, 6]], max_new_tokens=2))
 
 
-def state_of(model) -> tuple:
-    return model.generation_config, torch.is_inference_mode_enabled()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mistral, windows"])
-def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer, monkeypatch):
+@BOTH_PATHS
+def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
     """Two samplers of one model are advanced in turn, and left at any of their yields, also in the
     order in which they began. In between the caller trains.
     """
-    monkeypatch.setattr(rollout, "stop_ids", lambda *_: STOPS)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
-    caches, made = [], decoding.SlotCache
-    watched = lambda *args: (cache := made(*args), caches.append(weakref.ref(cache)))[0]  # noqa: E731
-    monkeypatch.setattr(decoding, "SlotCache", watched)
-    before, prompts = state_of(model), random_prompts(9, 5)
+    model, prompts = make_family(family), random_prompts(9, 5)
     options = {"max_new_tokens": 40, "batch_size": 3}
-    whole = len(list(sample(model, tokenizer, prompts, **options)))
-    for count in range(whole + 1):
+
+    def state() -> tuple:
+        return model.generation_config, torch.is_inference_mode_enabled()
+
+    before, whole = state(), len(list(sample(model, tokenizer, prompts, **options)))
+    for count in range(0, whole + 1, 3):
         first, second = (sample(model, tokenizer, prompts, **options) for _ in "ab")
         for _ in range(count):
             next(first), next(second)
-            assert state_of(model) == before
+            assert state() == before
         model(torch.tensor([[5, 6]])).logits.sum().backward()
         first.close()
-        assert state_of(model) == before
+        assert state() == before
         drawn = [place for ended in second for place, _ in ended]
-        assert state_of(model) == before and len(drawn) == len(set(drawn)) <= 9
+        assert state() == before and len(drawn) == len(set(drawn)) <= 9
 
-    def fail(_, __):
+    def fail(*_):
         raise ZeroDivisionError
 
     drawn = sample(model, tokenizer, prompts, **options)
@@ -498,22 +453,17 @@ def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer, monke
     model.register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
         list(drawn)
-    assert state_of(model) == before
-    assert whole > 2 and not any(cache() for cache in caches)
+    assert state() == before and whole > 2
 
 
 def test_few_tokens_pass_between_two_yields(random_model, tokenizer):
-    """Often nothing has ended: the caller can look at a stop. Nothing is kept of what ended."""
+    """Often nothing has ended: the caller can look at a stop."""
     model, forwards, seen = random_model(spread=0.3), [], []
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    alive = []
-    for ended in sample(model, tokenizer, random_prompts(40, 5), max_new_tokens=60, batch_size=2):
+    for ended in sample(model, tokenizer, random_prompts(20, 5), max_new_tokens=60, batch_size=2):
         seen.append((len(forwards), len(ended)))
-        alive += [weakref.ref(response) for _, response in ended]
-        del ended
-        assert sum(response() is not None for response in alive) <= 2
     assert all(later - earlier <= 9 for (earlier, _), (later, _) in itertools.pairwise(seen))
-    assert sum(count for _, count in seen) == 40 and [0] * 5 < sorted(count for _, count in seen)
+    assert sum(count for _, count in seen) == 20 and [0] * 5 < sorted(count for _, count in seen)
 
 
 # ---------------------------------------------------------------------------- prompts and problems
@@ -524,99 +474,57 @@ CHAT = (
 )
 
 
-def test_stop_ids_are_the_union(random_model):
-    tokenizer, model = AutoTokenizer.from_pretrained(TINY), random_model()
-    model.generation_config.eos_token_id = [90, 91]
-    assert stop_ids(model, tokenizer) == sorted({90, 91, tokenizer.eos_token_id})
+def chat_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHAT
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(model, tokenizer)
+    return tokenizer
+
+
+def test_stop_ids_are_the_union(random_model, tokenizer):
+    chat, model, end = chat_tokenizer(), random_model(), tokenizer.eos_token_id
+    model.generation_config.eos_token_id = [90, 91]
+    assert stop_ids(model, tokenizer) == sorted({90, 91, end})
+    turn_end = chat.convert_tokens_to_ids("<|im_end|>")
+    assert stop_ids(model, chat) == sorted({90, 91, end, turn_end})
     model.generation_config.eos_token_id = None
-    assert len(stop_ids(model, tokenizer)) == 2
-    tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}"  # leaves the answer out
-    assert stop_ids(model, tokenizer) == [tokenizer.eos_token_id]
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # a text's end
-    assert stop_ids(model, tokenizer) == [tokenizer.eos_token_id]
+    for template in (
+        "<|im_start|>{{ messages[0].content }}",  # leaves the answer out
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}",  # ends it with a text
+    ):
+        chat.chat_template = template
+        assert stop_ids(model, chat) == [end]
 
 
-def test_prompts_with_and_without_a_chat_template():
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+def test_prompts_with_and_without_a_chat_template(tokenizer):
     assert tokenizer.decode(encode_prompt(tokenizer, "Q: 1+2=?", "")) == "Q: 1+2=?\n"
     assert tokenizer.decode(encode_prompt(tokenizer, "1+2", "So")) == "1+2\nSo\n"
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHAT
-    text = tokenizer.decode(encode_prompt(tokenizer, "1+2", "So"))
+    chat = chat_tokenizer()
+    text = chat.decode(encode_prompt(chat, "1+2", "So"))
     assert "1+2\nSo<|im_end|>" in text and text.count("<|im_start|>") == 2
-    first = [("<|endoftext|>", tokenizer.eos_token_id)]  # as Llama's tokenizer puts one
-    begins = TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
-    tokenizer.backend_tokenizer.post_processor = begins
-    assert tokenizer("1+2").input_ids[0] == tokenizer.eos_token_id
-    assert tokenizer.decode(encode_prompt(tokenizer, "1+2", "So")) == text  # the template has all
+    special = ("<|endoftext|>", tokenizer.eos_token_id)
+    for tokens in ("<|endoftext|> $A", "$A <|endoftext|>"):  # as Llama's tokenizer; add_eos_token
+        adding = TemplateProcessing(single=tokens, special_tokens=[special])
+        chat.backend_tokenizer.post_processor = adding
+        assert special[1] in chat("1+2").input_ids
+        assert chat.decode(encode_prompt(chat, "1+2", "So")) == text  # the template has all
+    chat.chat_template = None
+    assert encode_prompt(chat, "1+2") == encode_prompt(tokenizer, "1+2")  # the prompt goes on
 
 
 def test_the_chat_template_may_be_another_or_none(tmp_path):
-    """A template's file; none; and one line for a file that is none, or no template."""
-    own = AutoTokenizer.from_pretrained(TINY)
-    own.chat_template = CHAT
-    own.save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "other.jinja"
     # An editor on Windows can put a mark (U+FEFF) at the start, which is no part of the text.
     file.write_text("Be brief. {{ messages[0].content }} Answer:", "utf-8-sig")
-    ours, other, none = (
-        rollout.load_tokenizer(str(tmp_path), text) for text in ("", str(file), "none")
-    )
-    prompts = [t.decode(encode_prompt(t, "1+2", "")) for t in (ours, other, none)]
-    assert ours.chat_template == CHAT
-    assert prompts[1:] == ["Be brief. 1+2 Answer:", "1+2\n"] and "assistant" in prompts[0]
-    without = "User: {{ messages[0].text }} Answer:"  # the field of the problem is content
-    for text in ("{% if %}", "{{ raise_exception('no user') }}", without, None):
-        file.write_text(text) if text else file.unlink()
-        with pytest.raises(rollout.InputError, match="^--chat_template .*other.jinja: cannot be"):
-            rollout.load_tokenizer(str(tmp_path), str(file))
-
-
-def test_folders_that_are_no_model_say_what_they_are(tmp_path):
-    (tmp_path / "config.json").write_bytes((TINY / "config.json").read_bytes())
-    with pytest.raises(rollout.InputError, match="no tokenizer in this folder"):
-        rollout.load_tokenizer(str(tmp_path))
-    (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
-    for _ in range(2):
-        for load in (rollout.load_tokenizer, models.load_config, rollout.load_model):
-            with pytest.raises(rollout.InputError, match="an adapter folder: merge it"):
-                load(str(tmp_path))
-        # A merged model beside its adapter: transformers would apply the adapter again.
-        shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
-
-
-def test_a_tokenizer_that_ends_every_text_ends_no_prompt():
-    """Fine-tuning can leave such a tokenizer behind (add_eos_token)."""
-    plain, ending = (AutoTokenizer.from_pretrained(TINY) for _ in range(2))
-    end = (plain.eos_token, plain.eos_token_id)
-    ending.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"$A {end[0]}", special_tokens=[end]
-    )
-    assert ending("1+2").input_ids[-1] == plain.eos_token_id
-    assert encode_prompt(ending, "1+2") == encode_prompt(plain, "1+2")
-
-
-def test_a_model_that_lacks_weights_is_refused(random_model, tmp_path):
-    """transformers would draw them at random, on every rank anew."""
-    model = random_model()
-    weights = model.state_dict()
-    del weights["model.norm.weight"]
-    model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(rollout.InputError, match="has no weights for model.norm.weight;"):
-        models.load_model(str(tmp_path))
-
-
-def test_a_model_with_two_weights_for_one_is_refused(random_model, tmp_path):
-    """Merging an adapter that trained the head alone leaves such a folder behind."""
-    random_model(tied=False).save_pretrained(tmp_path)
-    rollout.load_policy(str(tmp_path))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(rollout.InputError, match="tie_word_embeddings"):
-        rollout.load_policy(str(tmp_path))
+    prompts = []
+    for text in ("", str(file), "none"):
+        tokenizer = rollout.load_tokenizer(str(tmp_path), text)
+        prompts.append(tokenizer.decode(encode_prompt(tokenizer, "1+2", "")))
+    assert "assistant" in prompts[0] and prompts[1:] == ["Be brief. 1+2 Answer:", "1+2\n"]
+    file.unlink()
+    with pytest.raises(InputError, match="^--chat_template .*other.jinja"):
+        rollout.load_tokenizer(str(tmp_path), str(file))
 
 
 def test_tokenizer_without_a_pad_token(tmp_path):
