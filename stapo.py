@@ -499,16 +499,12 @@ def rank_rows(
 
 
 class Method(NamedTuple):
-    """A training method. docs/using-the-loss.md adds one to METHODS.
-
-    The two functions at the end of an entry: how many tokens or responses of this rank the method
-    divides by, and the policy loss -J of a micro-batch.
-    """
+    """A training method. docs/using-the-loss.md adds one to METHODS."""
 
     choose: Callable[[Batch, TokenStats, Config], Choice]  # from p and H under pi_theta
     reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
-    denominator: Callable[[Batch, torch.Tensor], torch.Tensor]  # of a mini-batch and its I
-    loss: Callable[[Batch, torch.Tensor, torch.Tensor, float, Config], tuple]
+    denominator: Callable[[Batch, torch.Tensor], torch.Tensor]  # this rank's part of it, from I
+    loss: Callable[[Batch, torch.Tensor, torch.Tensor, float, Config], tuple]  # of a micro-batch
     kl: bool = False  # a KL term to the reference policy, weighted by --beta
 
 
@@ -530,17 +526,14 @@ def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
 
 
 def silence_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """Silence as many candidates as STAPO does: the candidates with the highest entropy.
-
-    S2T sees -H in place of H.
-    """
+    """Silence as many candidates as STAPO does, of the highest entropy: S2T sees -H for H."""
     return silence_spurious(batch, stats._replace(entropy=-stats.entropy), cfg)
 
 
 def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """Silence as many candidates as STAPO does: random candidates.
+    """Silence as many candidates as STAPO does, random ones: S2T sees noise for H.
 
-    S2T sees noise in place of H. The noise of a token depends on its response's seed alone.
+    The noise of a token depends on its response's seed alone.
     """
     noise = torch.zeros(batch.mask.shape)  # (B, L)
     for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
@@ -616,10 +609,9 @@ def grpo_loss(
         k3 = r - ln r - 1 with r = pi_ref / pi_theta
 
     The value of k3 estimates KL(pi_theta || pi_ref). The gradient of k3 estimates the gradient of
-    KL(pi_ref || pi_theta). ref_logp (B, T) float32 is ln p under the reference policy, the
-    model before training; None: no KL
-    term. num_responses is N. The other arguments are those of stapo_loss. Returns the loss -J, a
-    0-dim tensor.
+    KL(pi_ref || pi_theta). ref_logp (B, T) float32 is ln p under the reference policy, the model
+    before training; None: no KL term. num_responses is N. The other arguments are those of
+    stapo_loss. Returns the loss -J, a 0-dim tensor.
     """
     check_shapes(advantages, mask, logp, old_logp, logp if ref_logp is None else ref_logp)
     rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0).exp()  # (B, T)
@@ -667,9 +659,7 @@ class Batch:
     seeds: torch.Tensor  # (B,) long, of the sampling
 
     def mini_batches(self, count: int) -> list[Batch]:
-        """Split the batch into `count` parts with equally many rows (views). No row is left out."""
-        if len(self.ids) % count:
-            raise ValueError(f"{len(self.ids)} responses are not {count} equal mini-batches")
+        """Split the batch into `count` parts with equally many rows (views)."""
         size = len(self.ids) // count
         return [self.take(slice(i * size, (i + 1) * size)) for i in range(count)]
 
