@@ -5,11 +5,11 @@ imported torch, transformers and datasets once.
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -19,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 import rollout
 import stapo
 from rollout import Response
-from support import checkpoints, distributed, run_folder
+from support import distributed, run_folder
+from support.errors import InputError
 from support.stop import Stopped
 
 ROOT = Path(__file__).parent.parent
@@ -91,143 +91,127 @@ def child(rank: int, world: int, port: int, log: str, worker: Callable, args: tu
 
 # ---------------------------------------------------------------------------------- canned rollouts
 
-# case: (flags, rewards of the groups that learn nothing, response lengths)
+# case: (flags, places in the batch whose groups learn nothing, numbers of ranks)
 CASES = {
-    "stapo": ("--method stapo --steps 2", "", "ragged"),
-    "all-tokens": ("--quantile_over all --tokens_per_micro_batch 1", "", "ragged"),
-    "20-entropy": ("--method 20-entropy", "", "ragged"),
-    "grpo": ("--method grpo --beta 0.1", "", "ragged"),
-    "untied": ("--model {folder}/untied --gradient_checkpointing True", "", "ragged"),
-    "idle-ranks": ("--method stapo", "0145", "ragged"),  # ranks whose every group has A = 0
-    "nothing-to-learn": ("--method stapo", "01234567", "ragged"),
-    "early-end": ("--method random", "", "early"),  # one rank's responses are a token or none
-    "poisoned": ("--method stapo", "", "ragged"),  # one rank's loss is NaN, once
-    "stopped": ("--method stapo --steps 2", "", "ragged"),  # one rank's wish amid step 1's updates
+    "stapo": ("--method stapo --steps 2", "", (1, 4)),
+    "all-tokens": ("--quantile_over all --tokens_per_micro_batch 1", "", (1, 2)),
+    "20-entropy": ("--method 20-entropy", "", (1, 2)),
+    "grpo": ("--method grpo --beta 0.1", "", (1, 2)),
+    "untied": ("--model {folder}/untied --gradient_checkpointing True", "", (1, 2)),
+    "idle-ranks": ("--method stapo", "0145", (1, 4)),  # two ranks' groups all have A = 0
+    "nothing-to-learn": ("--method stapo", "01234567", (1, 2)),
+    "early-end": ("--method random", "", (1, 4)),  # one rank's responses are a token or none
+    "poisoned": ("--method stapo", "", (1, 2)),  # one rank's loss is NaN in mini-batch 1
+    "stopped": ("--method stapo --steps 2", "", (1, 4)),  # one rank's wish amid step 1's updates
+    "moved": ("", "", (1, 2)),  # goes on with what `stopped` has left on four ranks
 }
 
 
-# On four ranks: two ranks of four idle, one with nothing, sums and slices over more than two.
-# The others run on two.
-ON_FOUR = ("stapo", "idle-ranks", "early-end", "stopped")
-
-
-def canned_rollouts(case: str) -> dict:
-    """prompt -> (responses of its group); the same for every number of ranks."""
-    _, idle, lengths = CASES[case]
+def canned_rollouts(case: str) -> list[list[Response]]:
+    """A group of responses for each place in the batch; a response's text is its reward."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(high: int) -> int:
         return int(torch.randint(1, high, (1,), generator=generator))
 
-    canned = {}
+    canned = []
     for place in range(PROMPTS):
         group = []
         for member in range(GROUP):
             length = draw(30)
-            if lengths == "early" and place in (0, 4):
+            if case == "early-end" and place in (0, 4):
                 length = member % 2
             ids = [2 + draw(90) for _ in range(length)]
-            reward = "1" if str(place) in idle else "1" if member <= place % 3 else "-1"
-            group.append(Response([], ids, False, reward))
-        canned[place] = group
+            right = str(place) in CASES[case][1] or member <= place % 3
+            group.append(Response([], ids, False, "1" if right else "-1"))
+        canned.append(group)
     return canned
 
 
 def train_on_canned_rollouts(folder: Path) -> None:
-    """The cases of this number of ranks; a single one has them all.
+    """The cases of this number of ranks.
 
-    The folder holds the models `tied` and `untied` and problems.jsonl. Rank 0 writes
-    world<N>-<case>.pt there: the gradients of every optimiser step, the metrics.
+    The folder holds the models `tied` and `untied`, problems.jsonl and own.py. Each rank writes
+    world<N>-<case>.<rank>.pt there: the gradients of every optimiser step, the last first moments
+    of AdamW, the metrics, and for each mini-batch what spurious_mask needs and what was kept.
     """
     distributed.start()
-    world = distributed.world_size()
-    for case in CASES:
-        if world == 1 or (case in ON_FOUR) == (world == 4):
+    for case, (_, _, worlds) in CASES.items():
+        if distributed.world_size() in worlds:
             run(case, folder)
     distributed.finish()
 
 
 def run(case: str, folder: Path) -> None:
-    flags = CASES[case][0].format(folder=folder)
-    canned, gradients, calls = canned_rollouts(case), [], []
-    is_last = distributed.rank() == distributed.world_size() - 1
+    world, rank = distributed.world_size(), distributed.rank()
+    canned, seen = canned_rollouts(case), {"gradients": [], "moments": [], "chosen": []}
+    texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
+    output = folder / f"world{world}-{case}"
+    steps = iter([2] if case == "moved" else [1, 2])
 
     def sample(model, tokenizer, prompts, **_):
         """The response that belongs to each prompt's place in the batch."""
-        step = len(calls) // len(prompts) + 1
-        order = stapo.batch_indices(step, PROMPTS, PROMPTS, 0)
-        calls.extend(prompts)
-        responses = []
-        for row, prompt in enumerate(prompts):
-            number = next(i for i, p in enumerate(texts) if tokenizer(p + "\n").input_ids == prompt)
-            canned_one = canned[order.index(number)][row % GROUP]
-            responses.append((row, Response(prompt, canned_one.ids, False, canned_one.text)))
-        yield responses
+        order = stapo.batch_indices(next(steps), PROMPTS, PROMPTS, 0)
+        numbers = [tokenizer(text + "\n").input_ids for text in texts]
+        places = [order.index(numbers.index(prompt)) for prompt in prompts]
+        rows = [canned[place][row % GROUP] for row, place in enumerate(places)]
+        yield [(i, Response(prompts[i], r.ids, False, r.text)) for i, r in enumerate(rows)]
 
     class Recorder(torch.optim.AdamW):
         def step(self, **options):
+            super().step(**options)
             if options:  # torch's own call, which makes room for the moments that are loaded
-                return super().step(**options)
-            whole = [p.grad for group in self.param_groups for p in group["params"]]
-            gradients.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in whole])
-            gradients[-1] = [g.clone() for g in gradients[-1]]
-            super().step()
-            if case == "stopped" and len(gradients) == 1 and is_last:
+                return
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            moments = [self.state[p]["exp_avg"] for p in parameters]
+            seen["gradients"].append([whole(p.grad) for p in parameters])
+            seen["moments"] = [whole(moment) for moment in moments]
+            if case == "stopped" and len(seen["gradients"]) == 1 and rank == world - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def patient(collective):
-        """DCP's own group has a limit of half an hour, which a slow disk can take."""
+    def choose(batch, stats, cfg):
+        choice = method.choose(batch, stats, cfg)
+        tensors = stats.logp, batch.advantages, stats.entropy, batch.mask
+        seen["chosen"].append((*tensors, choice.keep))
+        return choice
 
-        def checked(*args, process_group, **options):
-            assert process_group is distributed.patient
-            return collective(*args, process_group=process_group, **options)
+    def loss(*args):
+        value, sums = method.loss(*args)
+        of_mini_batch_1 = len(seen["chosen"]) == 1
+        spoilt = case == "poisoned" and rank == world - 1 and of_mini_batch_1
+        return value * (float("nan") if spoilt else 1), sums
 
-        return checked
+    flags = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
+        --reward {folder}/own.py:value --batch_size {PROMPTS} --mini_batch_size 4 --lr 1e-6
+        --group_size {GROUP} --max_new_tokens 30 --warmup_steps 0 --save_every 0
+        --gradient_checkpointing False --tokens_per_micro_batch 300 --output {output} """
+    again = ["--resume", str(output)]
+    flags = (flags + CASES[case][0].format(folder=folder)).split()
+    if case == "moved":
+        if rank == 0:
+            shutil.copytree(folder / "left-by-four", output)
+        flags = again
+    distributed.barrier()
+    cfg = stapo.parse_flags(stapo.Config, "", flags)
+    method, adamw, sampler = stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample
+    stapo.METHODS[cfg.method] = method._replace(choose=choose, loss=loss)
+    torch.optim.AdamW, stapo.sample = Recorder, sample
+    with contextlib.suppress(Stopped):
+        stapo.train(cfg)
+    if case == "stopped":  # after step 1, whose second update was finished
+        assert len(seen["gradients"]) == 2
+        if world == 4 and rank == 0:
+            shutil.copytree(output, folder / "left-by-four")
+        distributed.barrier()
+        stapo.train(stapo.parse_flags(stapo.Config, "", again))
+    stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample = method, adamw, sampler
+    seen["metrics"] = [json.loads(line) for line in open(output / "metrics.jsonl")]
+    torch.save(seen, f"{output}.{rank}.pt")
 
-    dcp = checkpoints.dcp
-    checkpoints.dcp = types.SimpleNamespace(
-        save=patient(dcp.save), load=patient(dcp.load), api=dcp.api
-    )
-    texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
-    real = stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective, stapo.load_policy
-    policies = []
-    save = stapo.RunFolder.save
-    if case != "stopped":  # the others are not continued
-        stapo.RunFolder.save = lambda *_: None
-    stapo.sample, torch.optim.AdamW = sample, Recorder
-    stapo.load_policy = lambda *args: (policies.append(real[4](*args)), policies[-1])[1]
-    stapo.load_reward = lambda spec: lambda text, problem: float(text)
-    if case == "poisoned":
-        poison = [is_last]
 
-        def objective(*args):
-            loss, sums = real[3](*args)
-            return (loss * float("nan") if poison and poison.pop() else loss), sums
-
-        stapo.objective = objective
-    output = folder / f"world{distributed.world_size()}-{case}"
-    argv = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
-        --batch_size {PROMPTS} --mini_batch_size 4 --group_size {GROUP} --max_new_tokens 30
-        --lr 1e-6 --warmup_steps 0 --tau_p 0.002 --save_every 0 --gradient_checkpointing False
-        --tokens_per_micro_batch 300 --output {output} {flags}"""
-    try:
-        with contextlib.suppress(Stopped):
-            stapo.train(stapo.parse_flags(stapo.Config, "", argv.split()))
-        for reference in policies[1:] if distributed.world_size() > 1 else []:
-            # What FSDP2 keeps of each forward until a backward: the reference has none.
-            kept = reference._get_fsdp_state()._comm_ctx
-            assert not getattr(kept, "post_forward_order", [])
-        if case == "stopped":  # after step 1, whose second update was finished
-            assert len(gradients) == 2
-            stapo.train(stapo.parse_flags(stapo.Config, "", ["--resume", str(output)]))
-    finally:
-        stapo.sample, stapo.load_reward, torch.optim.AdamW, stapo.objective = real[:4]
-        stapo.load_policy = real[4]
-        stapo.RunFolder.save = save
-        checkpoints.dcp = dcp
-    if distributed.rank() == 0:
-        lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
-        torch.save({"gradients": gradients, "metrics": lines}, f"{output}.pt")
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, or of all ranks' shards of one."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 # ------------------------------------------------------- evaluations, and clocks that are not equal
@@ -249,69 +233,38 @@ def train_with_clocks_apart(output: Path) -> None:
     )
 
 
-def work_on_hosts_apart(program: Callable, folder: Path, flags: list[str], *more: str) -> None:
-    """Under the names `run` and `data.jsonl` each rank has its own. Rank 1 has more flags."""
+def train_in_folders_apart(folder: Path, flags: list[str]) -> None:
+    """Under the same name each rank has a directory of its own."""
     os.chdir(folder / os.environ["RANK"])
-    program(flags if os.environ["RANK"] == "0" else [*flags, *more])
-
-
-def work_where_missing_names_are_remembered(program: Callable, flags: list[str]) -> None:
-    """Once a name is missing on rank 1, it stays missing there, with all that it holds later."""
-    missing, exists = set(), Path.exists
-
-    def remembered(path: Path) -> bool:
-        here = [path, *path.parents]
-        if missing.isdisjoint(here) and not exists(path):
-            missing.update(name for name in here if not exists(name))
-        return missing.isdisjoint(here)
-
-    if os.environ["RANK"] == "1":
-        Path.exists = remembered
-    program(flags)
+    stapo.main(flags)
 
 
 # ------------------------------------------------------------------------------- a rank that fails
 
-
-def fail_beside_a_process(lock: Path) -> None:
-    """Each rank and a process that its reward has started hold a lock together."""
-    file = lock.open("w")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    with distributed.session("stapo.py"):
-        fork = multiprocessing.get_context("fork")
-        fork.Process(target=time.sleep, args=(30,), daemon=True).start()
-        raise stapo.InputError("a failure beside a process")
-
-
 # place: (the function that fails, whose it is, on which rank, with what)
 FAILURES = {
-    "update": ("update", stapo, 1, ConnectionError),  # an OSError that is no failed write
-    "writing": ("end_step", stapo.RunFolder, 0, ZeroDivisionError),
-    "input": ("load_reward", stapo, 1, stapo.InputError),
-    "model": ("load_model", rollout, 0, stapo.InputError),
-    "records": ("append_rows", run_folder, 0, stapo.InputError),
-    "checkpoint": ("save_pretrained", PreTrainedModel, 0, OSError),
+    "update": ("update", stapo, 1, ConnectionError),
+    "writing": ("end_step", stapo.RunFolder, 0, OSError),
+    "input": ("load_reward", stapo, 1, InputError),
+    "model": ("load_model", rollout, 0, InputError),
 }
 
 
 def fail_in(place: str, folder: Path) -> None:
     """stapo.py on two ranks, where leaving the process group waits forever, as NCCL's can.
 
-    One rank fails in one of the places; or it alone has a flag that does not exist.
+    One rank fails in one of the places, or the flags are wrong.
     """
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
-    own = int(os.environ["RANK"])
-    flags = f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 4
-        --mini_batch_size 2 --group_size 2 --max_new_tokens 8 --save_every 0
-        --output {folder}/{place}"""
-    if place == "flags":
-        flags += " --a_failure_in_the_flags 1" if own == 1 else ""
-    else:
+    flags = f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 6
+        --mini_batch_size {3 if place == "flags" else 2} --group_size 2 --max_new_tokens 8
+        --save_every 0 --output {folder}/{place}"""
+    if place in FAILURES:
         name, owner, failing, kind = FAILURES[place]
         real = getattr(owner, name)
 
         def fail_on_one(*args, **options):
-            if own == failing:
+            if int(os.environ["RANK"]) == failing:
                 raise kind(f"a failure in the {place}")
             return real(*args, **options)
 

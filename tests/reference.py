@@ -67,7 +67,7 @@ def method_loss(
     method,
     noise=(),
     ref_logp=(),
-    beta=0.001,
+    beta=0.04,
     tau_p=0.002,
     q=0.75,
     quantile_over="candidates",

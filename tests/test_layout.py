@@ -1,9 +1,7 @@
 """The house: four files at the top, and support/ that knows none of them."""
 
 import ast
-import os
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +10,8 @@ from helpers import ROOT
 FOUR = {"stapo", "rollout", "reward", "eval"}
 
 
-def test_support_imports_none_of_the_four():
+def test_the_four_are_all_the_code_at_the_top_and_support_imports_none():
+    assert {file.stem for file in ROOT.glob("*.py")} == FOUR
     modules = list((ROOT / "support").glob("*.py"))
     for file in modules:
         imported = set()
@@ -23,18 +22,6 @@ def test_support_imports_none_of_the_four():
                 imported.add(node.module.split(".")[0])
         assert not imported & FOUR, file
     assert len(modules) > 5
-
-
-def test_another_support_on_the_path_does_not_replace_ours(tmp_path):
-    (tmp_path / "support.py").write_text("raise ValueError('the wrong one')")
-    command = [sys.executable, "-c", "import support.errors"]
-    # -c puts the working directory first, as a script its own folder.
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-
-
-def test_the_four_are_all_the_code_at_the_top():
-    assert {file.stem for file in ROOT.glob("*.py")} == FOUR
 
 
 @pytest.mark.parametrize("flags", [[], ["--help"]])

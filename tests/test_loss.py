@@ -76,22 +76,22 @@ def test_old_logp_gets_no_gradient():
 
 
 def test_shapes_that_would_broadcast_are_refused():
-    """An advantage for each token, packed tokens, and a mask of 0 and 1."""
+    """An advantage for each token, packed tokens, a mask of 0 and 1, a tensor of another shape."""
     logp, old_logp, advantages, entropy, mask = drawn()
     each = advantages[:, None].expand_as(mask)
     wrongs = [(x, mask) for x in (each, advantages[:, None], advantages[:1])]
     for A, I in [*wrongs, (each[mask], mask[mask]), (advantages, mask.long())]:  # noqa: E741
-        with pytest.raises(ValueError, match=r"mask must be .* advantages must be"):
+        with pytest.raises(ValueError, match="mask"):
             clipped_loss(logp, old_logp, A, I)
-        with pytest.raises(ValueError, match=r"mask must be .* advantages must be"):
+        with pytest.raises(ValueError, match="mask"):
             stapo_loss(logp, old_logp, A, entropy, I, tau_h=0.5)
-    # Packed tokens are rows of one token.
+    # Packed tokens are rows of one token. Otherwise logp - old_logp would be (N, N).
     rows = [x[mask][:, None] for x in (logp, old_logp, entropy, mask)]
-    for i in (0, 1, 2):  # a tensor that was forgotten; logp - old_logp would be (N, N)
+    for i in (0, 1, 2):
         some = [x.flatten() if i == j else x for j, x in enumerate(rows)]
-        with pytest.raises(ValueError, match=r"must be \(B, T\) like mask"):
+        with pytest.raises(ValueError, match="like mask"):
             stapo_loss(*some[:2], each[mask], *some[2:], tau_h=0.5)
-        with pytest.raises(ValueError, match=r"must be \(B, T\) like mask"):
+        with pytest.raises(ValueError, match="like mask"):
             options = {"eps": 0.2, "beta": 0.1, "num_responses": 1}
             grpo_loss(*some[:2], some[2], each[mask], some[3], **options)
     loss, _ = stapo_loss(*rows[:2], each[mask], *rows[2:])

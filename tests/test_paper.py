@@ -200,6 +200,19 @@ def test_3_2_rewarding_an_unlikely_token_raises_the_entropy(sampled):
 # ------------------------------------------------------------------------------ Sec. 3.3: the mask
 
 
+def test_3_3_the_example_beside_the_function():
+    """Two candidates, of which the quantile leaves the one of high entropy; -1 is padding."""
+    p = torch.tensor([[0.9, 0.001, 0.001], [0.001, -1, -1]])
+    entropy, advantages = (
+        torch.tensor([[0.2, 0.1, 1.5], [0.1, -1, -1]]),
+        torch.tensor([0.71, -0.71]),
+    )
+    silenced = spurious_mask(p.log(), advantages, entropy, p > 0)
+    assert silenced.tolist() == [[False, True, False], [False] * 3]
+    at = [spurious_mask(p.log(), advantages, entropy, p > 0, tau_h=h).sum() for h in (0.1, 1.15)]
+    assert at == [0, 1]  # tau_h = 0.1 + 0.75 (1.5 - 0.1)
+
+
 @pytest.mark.parametrize(
     ("candidates", "silenced"), [(0, 0), (1, 0), (2, 1), (4, 3), (5, 3), (7, 5), (8, 6), (9, 6)]
 )
@@ -212,8 +225,6 @@ def test_3_3_three_quarters_of_the_candidates_are_silenced(candidates, silenced)
     mask = torch.ones(2, 10, dtype=torch.bool)
     found = spurious_mask(logp, torch.tensor([1.0, -1.0]), entropy, mask)
     assert found.sum() == silenced and found.dtype == torch.bool and not found[1].any()
-    tau_h = stapo.quantile(entropy[0, :candidates], 0.75)
-    assert bool((entropy[0, :candidates] == tau_h).any()) == (candidates % 4 == 1)
     if silenced:  # the lowest entropies go
         assert entropy[found].max() < entropy[0, :candidates][~found[0, :candidates]].min()
 
@@ -224,11 +235,33 @@ def test_3_3_the_three_comparisons_are_strict():
     a = torch.ones(1)
     assert spurious_mask(logp, a, entropy, mask, tau_h=0.3).tolist() == [[True, False, False]]
     assert spurious_mask(logp, a, entropy, mask, tau_h=math.inf).tolist() == [[True, True, False]]
-    assert not spurious_mask(logp, a, entropy, mask, tau_p=0.0).any()
     assert not spurious_mask(logp, 0 * a, entropy, mask, tau_h=math.inf).any()
     assert not spurious_mask(logp, a, entropy, mask, tau_p=0.001, tau_h=math.inf)[0, 1:].any()
     assert spurious_mask(logp, a, entropy, mask, q=1.0).sum() == 1  # the highest is kept
     assert not spurious_mask(0 * logp, a, entropy, mask, tau_p=1.0, tau_h=math.inf).any()
+
+
+@pytest.mark.parametrize("over_all", [False, True], ids=["candidates", "version 1"])
+def test_3_3_the_quantile_is_over_the_whole_mini_batch(over_all):
+    """Over its candidates, or (version 1) over all its tokens; here it is on two ranks."""
+    logp, _, advantages, entropy, mask = drawn(5)
+    candidates = mask & (advantages[:, None] > 0) & (logp < math.log(0.1))
+    tokens = mask if over_all else candidates
+    expected = candidates & (entropy < entropy[tokens].quantile(0.6))
+    options = {"tau_p": 0.1, "q": 0.6}
+
+    def silenced(rows, all_cat):
+        own = [x[rows] for x in (logp, advantages, entropy, mask)]
+        over = mask[rows] if over_all else None
+        return spurious_mask(*own, **options, quantile_tokens=over, all_cat=all_cat)
+
+    alone = lambda values: values  # noqa: E731
+    assert torch.equal(silenced(slice(0, 6), alone), expected) and expected.any()
+    ranks = slice(0, 4), slice(4, 6)
+    for rows, others in (ranks, ranks[::-1]):
+        both = lambda values, o=others: torch.cat([values, entropy[o][tokens[o]]])  # noqa: E731
+        assert torch.equal(silenced(rows, both), expected[rows])
+    assert not torch.equal(torch.cat([silenced(rows, alone) for rows in ranks]), expected)
 
 
 # --------------------------------------------------------------- Sec. 3.3: Algorithm 1, replayed
@@ -236,6 +269,72 @@ def test_3_3_the_three_comparisons_are_strict():
 RUN = f"""--model {TINY} --data {TINY}/train.jsonl --instruction= --steps 3 --batch_size 12
     --mini_batch_size 4 --group_size 4 --max_new_tokens 48 --warmup_steps 2 --lr 5e-4
     --weight_decay 20 --grad_clip 0.05 --tau_p 0.4 --tokens_per_micro_batch 300"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--method stapo --q 0.5",
+        "--method stapo --quantile_over all --q 0.97",
+        "--method 20-entropy",
+        "--method grpo --beta 0.3",
+    ],
+)
+def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, flags):
+    """Advantages, mask, loss, clipping, schedule, AdamW and metrics, from the equations alone.
+
+    The second loop is given the responses and rewards of a run, and begins with its weights.
+    """
+    steps, step = [], stapo.train_step
+    spy = lambda *x: (steps.append(step(*x)), steps[-1])[1]  # noqa: E731
+    monkeypatch.setattr(stapo, "train_step", spy)
+    cfg = stapo.parse_flags(stapo.Config, "", f"{RUN} {flags} --output {tmp_path}".split())
+    stapo.train(cfg)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    collected = [(responses_of(s.batch), [row["reward"] for row in s.samples]) for s in steps]
+    model, expected = replay(collected, cfg)
+    within = {"candidates": 1, "silenced": 1, "lr": 0}
+    for line, wanted, (responses, _) in zip(lines, expected, collected, strict=True):
+        close = {k: pytest.approx(v, rel=0.01, abs=within.get(k, 2e-4)) for k, v in wanted.items()}
+        assert {key: line[key] for key in wanted} == close
+        cut = [len(r.ids) == 48 and r.ids[-1] != 0 for r in responses]
+        assert line["truncated_fraction"] == sum(cut) / len(cut)
+        seconds = line["rollout_seconds"] + line["update_seconds"]
+        assert line["tokens_per_second"] * seconds == pytest.approx(line["tokens"])
+    if cfg.method == "stapo":
+        assert sum(line["silenced"] for line in lines) > 10
+    assert sum(line["truncated_fraction"] for line in lines) > 0
+    saved = tmp_path / "checkpoints" / "step_000003"
+    start, end = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (TINY, saved))
+    assert all(weight.dtype == torch.float32 for weight in end.values())
+    moved = torch.cat([(end[k] - start[k]).flatten() for k in start])
+    apart = torch.cat([(end[k] - v).flatten() for k, v in model.state_dict().items()])
+    assert float(apart.norm() / moved.norm()) < 0.02 and float(moved.norm()) > 0.5
+
+
+def replay(collected, cfg):
+    """Algorithm 1 on the responses of a run: the weights, and the metrics of each step."""
+    model, reference = (AutoModelForCausalLM.from_pretrained(TINY) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=cfg.weight_decay)
+    lines = []
+    for step, (responses, rewards) in enumerate(collected, start=1):
+        with torch.no_grad():
+            old_logp, entropy = zip(*(row_stats(model, response) for response in responses))
+        lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / cfg.warmup_steps)
+        updates = []
+        for start in range(0, len(responses), 16):  # 4 prompts of 4 responses
+            part = slice(start, start + 16)
+            rows = responses[part], rewards[part], old_logp[part]
+            updates.append(replay_update(model, reference, optimizer, *rows, cfg))
+        total = {key: sum(update[key] for update in updates) for key in updates[0]}
+        line = rollout_line(old_logp, torch.cat(entropy), rewards, cfg.tau_p) | {"lr": lr}
+        line |= {key: total[key] for key in ("candidates", "silenced")}
+        line |= {"silenced_fraction": total["silenced"] / line["tokens"]}
+        line |= {key: total[key] / total["tokens"] for key in ("clip_low", "clip_high")}
+        line |= {"ratio_mean": total["ratio_sum"] / total["tokens"]}
+        line |= {"approx_kl": total["kl_sum"] / total["tokens"]}
+        lines.append(line | {key: total[key] / len(updates) for key in ("loss", "grad_norm")})
+    return model, lines
 
 
 def replay_update(model, reference, optimizer, responses, rewards, old_logp, cfg):
@@ -272,74 +371,6 @@ def rollout_line(old_logp, entropy, rewards, tau_p):
         "reward": statistics.mean(rewards),
         "zero_advantage_fraction": sum(len(set(g)) == 1 for g in groups) / len(groups),
     }
-
-
-def replay(collected, cfg):
-    """The weights and metrics that the paper's algorithm gives on the responses of a run."""
-    model, reference = (AutoModelForCausalLM.from_pretrained(TINY) for _ in range(2))
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=cfg.weight_decay)
-    lines = []
-    for step, (responses, rewards) in enumerate(collected, start=1):
-        with torch.no_grad():
-            old_logp, entropy = zip(*(row_stats(model, response) for response in responses))
-        lr = optimizer.param_groups[0]["lr"] = cfg.lr * min(1, step / cfg.warmup_steps)
-        updates = []
-        for start in range(0, len(responses), 16):  # 4 prompts of 4 responses
-            part = slice(start, start + 16)
-            rows = responses[part], rewards[part], old_logp[part]
-            updates.append(replay_update(model, reference, optimizer, *rows, cfg))
-        total = {key: sum(update[key] for update in updates) for key in updates[0]}
-        line = rollout_line(old_logp, torch.cat(entropy), rewards, cfg.tau_p)
-        tokens = line["tokens"]
-        line |= {"candidates": total["candidates"], "silenced": total["silenced"]}
-        line |= {"silenced_fraction": total["silenced"] / tokens, "lr": lr}
-        line |= {key: total[key] / total["tokens"] for key in ("clip_low", "clip_high")}
-        line |= {"ratio_mean": total["ratio_sum"] / total["tokens"]}
-        line |= {"approx_kl": total["kl_sum"] / total["tokens"]}
-        lines.append(line | {key: total[key] / len(updates) for key in ("loss", "grad_norm")})
-    return model, lines
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--method stapo --q 0.5",
-        "--method stapo --quantile_over all --q 0.97",
-        "--method 20-entropy",
-        "--method grpo --beta 0.3",
-    ],
-)
-def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, flags):
-    """Advantages, mask, loss, clipping, schedule, AdamW and metrics, from the equations alone."""
-    collected, looked_at, collect, look = [], [], stapo.collect, stapo.statistics_pass
-    spy = lambda *x: (collected.append(collect(*x)), collected[-1])[1]  # noqa: E731
-    monkeypatch.setattr(stapo, "collect", spy)
-    spy_look = lambda *x: (looked_at.append(x[1].seeds.tolist()), look(*x))[1]  # noqa: E731
-    monkeypatch.setattr(stapo, "statistics_pass", spy_look)
-    stapo.main([*RUN.split(), *flags.split(), "--output", str(tmp_path)])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    later = [batch.seeds[i : i + 16].tolist() for batch, _ in collected for i in (16, 32)]
-    assert looked_at == later and len(later) == 6
-    collected = [(responses_of(batch), [s["reward"] for s in rows]) for batch, rows in collected]
-    held = json.loads((tmp_path / "config.json").read_text())
-    cfg = stapo.Config(**{name: held[name] for name in asdict(stapo.Config())})
-    model, expected = replay(collected, cfg)
-    within = {"candidates": 1, "silenced": 1, "lr": 0}
-    for line, wanted, (responses, _) in zip(lines, expected, collected, strict=True):
-        close = {k: pytest.approx(v, rel=0.01, abs=within.get(k, 2e-4)) for k, v in wanted.items()}
-        assert {key: line[key] for key in wanted} == close
-        cut = [len(r.ids) == 48 and r.ids[-1] != 0 for r in responses]
-        assert line["truncated_fraction"] == sum(cut) / len(cut)
-    if cfg.method == "stapo":
-        assert sum(line["silenced"] for line in lines) > 10
-    assert sum(line["truncated_fraction"] for line in lines) > 0
-    saved = tmp_path / "checkpoints" / "step_000003"
-    rollout.load_tokenizer(str(saved))
-    start, end = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (TINY, saved))
-    assert all(weight.dtype == torch.float32 for weight in end.values())
-    moved = torch.cat([(end[k] - start[k]).flatten() for k in start])
-    apart = torch.cat([(end[k] - v).flatten() for k, v in model.state_dict().items()])
-    assert float(apart.norm() / moved.norm()) < 0.02 and float(moved.norm()) > 0.5
 
 
 # --------------------------------------------------- appendix: the setup of training and evaluation
