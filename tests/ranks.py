@@ -233,21 +233,13 @@ def train_with_clocks_apart(output: Path) -> None:
     )
 
 
-def train_in_folders_apart(folder: Path, flags: list[str]) -> None:
+def resume_in_folders_apart(folder: Path) -> None:
     """Under the same name each rank has a directory of its own."""
     os.chdir(folder / os.environ["RANK"])
-    stapo.main(flags)
+    stapo.main(["--resume", "run"])
 
 
 # ------------------------------------------------------------------------------- a rank that fails
-
-# place: (the function that fails, whose it is, on which rank, with what)
-FAILURES = {
-    "update": ("update", stapo, 1, ConnectionError),
-    "writing": ("end_step", stapo.RunFolder, 0, OSError),
-    "input": ("load_reward", stapo, 1, InputError),
-    "model": ("load_model", rollout, 0, InputError),
-}
 
 
 def fail_in(place: str, folder: Path) -> None:
@@ -255,18 +247,18 @@ def fail_in(place: str, folder: Path) -> None:
 
     One rank fails in one of the places, or the flags are wrong.
     """
+
+    def fail(*args, **options):
+        error = ConnectionError if place == "update" else InputError
+        raise error(f"a failure in the {place}")
+
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
-    flags = f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 6
+    if place == "model" and os.environ["RANK"] == "0":
+        rollout.load_model = fail
+    if os.environ["RANK"] == "1" and place in ("update", "load_reward"):
+        setattr(stapo, place, fail)
+    stapo.main(
+        f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 6
         --mini_batch_size {3 if place == "flags" else 2} --group_size 2 --max_new_tokens 8
-        --save_every 0 --output {folder}/{place}"""
-    if place in FAILURES:
-        name, owner, failing, kind = FAILURES[place]
-        real = getattr(owner, name)
-
-        def fail_on_one(*args, **options):
-            if int(os.environ["RANK"]) == failing:
-                raise kind(f"a failure in the {place}")
-            return real(*args, **options)
-
-        setattr(owner, name, fail_on_one)
-    stapo.main(flags.split())
+        --save_every 0 --output {folder}/{place}""".split()
+    )

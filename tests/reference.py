@@ -47,17 +47,6 @@ def row_stats(model, response):
 # ------------------------------------------------------------------- the objective of each method
 
 
-def candidates_and_silenced(method, logp, advantages, rank_by, *, tau_p, q, quantile_over):
-    """(N,) bool each: what S2T looks at and what it takes away. STAPO ranks by the entropy."""
-    candidates = (advantages > 0) & (logp.exp() < tau_p)
-    if method not in ("stapo", "full-mask", "high-entropy", "random"):
-        candidates = torch.zeros_like(candidates)
-    if method == "full-mask" or not candidates.any():
-        return candidates, candidates
-    among = rank_by if quantile_over == "all" else rank_by[candidates]
-    return candidates, candidates & (rank_by < among.quantile(q))
-
-
 def method_loss(
     model,
     responses,
@@ -85,10 +74,12 @@ def method_loss(
     low, high = (0.8, 1.2) if method == "grpo" else (0.8, 1.28)
     objective = torch.minimum(rho * a, rho.clamp(low, high) * a)
     rank_by = {"high-entropy": -entropy, "random": torch.cat(noise) if noise else None}
-    thresholds = {"tau_p": tau_p, "q": q, "quantile_over": quantile_over}
-    candidates, silenced = candidates_and_silenced(
-        method, logp, a, rank_by.get(method, entropy), **thresholds
-    )
+    rank_by = rank_by.get(method, entropy)  # STAPO's is the entropy
+    has_candidates = method in ("stapo", "full-mask", "high-entropy", "random")
+    candidates = silenced = (a > 0) & (logp.exp() < tau_p) & has_candidates  # (N,)
+    if candidates.any() and method != "full-mask":
+        among = rank_by if quantile_over == "all" else rank_by[candidates]
+        silenced = candidates & (rank_by < among.quantile(q))
     if method == "20-entropy":  # few tokens carry a gradient, all of them are counted
         loss = -objective[entropy >= entropy.quantile(0.8)].sum() / len(a)
     elif method == "grpo":

@@ -18,7 +18,6 @@ from reference import method_loss, row_stats
 import eval as evaluation
 import rollout
 import stapo
-from reward import is_correct
 from rollout import Response, TokenStats
 from stapo import METHODS, Config, Method
 from support.distributed import peak_memory_gb
@@ -143,41 +142,26 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget, sh
         assert keep.sum() == as_stapo.keep.sum() and not torch.equal(keep, as_stapo.keep)
 
 
-def plain_terms(model, batch, high=1.28) -> list[torch.Tensor]:
-    """min(rho A, clip(rho) A) of each token of each response: (T,) each, with gradient."""
-    terms = []
-    for row, response in enumerate(responses_of(batch)):
-        A, here = float(batch.advantages[row]), batch.mask[row]
-        rho = (row_stats(model, response)[0] - batch.old.logp[row, here]).exp()
-        terms.append(torch.minimum(rho * A, rho.clamp(0.8, high) * A))
-    return terms
-
-
 @pytest.mark.parametrize("method", ["stapo", "justrl", "grpo"])
-def test_a_mask_of_ones_own_is_one_entry_of_methods(model, method):
-    """With each denominator. A mask may be true outside responses, which changes nothing."""
+def test_a_mask_of_ones_own_may_be_true_outside_responses(model, method):
+    """With each denominator: the padding changes nothing."""
 
     def choose(batch, stats, cfg):
-        keep = batch.mask & (stats.entropy > 1.0)
-        return stapo.Choice(keep | ~batch.mask if cfg.seed else keep, batch.mask)
+        choice = METHODS[method].choose(batch, stats, cfg)
+        return stapo.Choice(choice.keep | ~batch.mask, choice.candidates | ~batch.mask)
 
-    batch, current = make_mini_batch(model)
-    own = METHODS[method]._replace(choose=choose)
-    found = [updated(model, batch, current, own, seed=outside) for outside in (0, 1)]
-    (one, keep, sums), (other, _, other_sums) = found
-    assert torch.equal(one.gradient, other.gradient) and sums == other_sums
-    terms = plain_terms(model, batch, high=1.2 if method == "grpo" else 1.28)
-    parts = [row[kept[here]] for row, kept, here in zip(terms, keep, batch.mask)]
-    if method == "grpo":
-        loss = -sum(part.sum() / max(1, len(part)) for part in parts) / len(parts)
-    else:
-        loss = -torch.cat(parts).sum() / (keep if method == "stapo" else batch.mask).sum()
-    assert sums["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert_gradient(one, loss, model)
+    mini_batch = make_mini_batch(model)
+    with_padding = updated(model, *mini_batch, METHODS[method]._replace(choose=choose))
+    plain = updated(model, *mini_batch, method=method)
+    assert torch.equal(with_padding[0].gradient, plain[0].gradient)
+    assert with_padding[2] == plain[2] and plain[2]["loss"] != 0
 
 
-def test_a_weight_of_ones_own_is_one_entry_of_methods(model):
-    """A weight on each token: its term times H under pi_old, over several micro-batches."""
+def test_a_mask_and_a_weight_of_ones_own_are_one_entry_of_methods(model):
+    """The upper half of the entropies, each term times H under pi_old, in several micro-batches."""
+
+    def choose(batch, stats, cfg):
+        return stapo.Choice(batch.mask & (stats.entropy > 2.0), batch.mask)
 
     def weighted_mean(batch, keep, logp, denominator, cfg):
         A = (batch.advantages[:, None] * batch.old.entropy)[
@@ -189,11 +173,16 @@ def test_a_weight_of_ones_own_is_one_entry_of_methods(model):
         return loss, stapo.token_mean(batch, keep, logp, denominator, cfg)[1]
 
     batch, current = make_mini_batch(model)
-    own = Method(stapo.keep_all, "none", stapo.all_tokens, weighted_mean)
-    optimizer, _, sums = updated(model, batch, current, own, tokens_per_micro_batch=60)
-    terms = torch.cat(plain_terms(model, batch))
-    loss = -(batch.old.entropy[batch.mask] * terms).sum() / batch.mask.sum()
+    own = Method(choose, "all", stapo.kept_tokens, weighted_mean)
+    optimizer, keep, sums = updated(model, batch, current, own, tokens_per_micro_batch=60)
+    loss = 0.0
+    for row, response in enumerate(responses_of(batch)):
+        A, here = float(batch.advantages[row]), batch.mask[row]
+        rho = (row_stats(model, response)[0] - batch.old.logp[row, here]).exp()
+        terms = torch.minimum(rho * A, rho.clamp(0.8, 1.28) * A) * batch.old.entropy[row, here]
+        loss = loss - terms[keep[row, here]].sum() / keep.sum()
     assert sums["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert sums["silenced"] == sums["candidates"] - keep.sum() > 50 and keep.sum() > 50
     assert_gradient(optimizer, loss, model)
 
 
@@ -236,25 +225,19 @@ def test_not_finite_is_skipped(model, spoilt, value, method):
 
 
 def test_p_and_h_are_the_current_policys_where_the_method_reads_them(model):
-    """Elsewhere those under pi_old stay, and nothing is forwarded. The padding is 0."""
+    """Only these responses are forwarded; elsewhere p and H under pi_old stay."""
     policy, rows = rollout.Policy(model), []
     policy.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    batch, _ = make_mini_batch(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
+    batch, current = make_mini_batch(model)
+    batch = replace(batch, old=TokenStats(*(values + 1 for values in batch.old)))
     right = batch.advantages > 0
     for reads, fresh in (("none", right & False), ("A > 0", right), ("all", right | True)):
         rows.clear()
         found = stapo.logp_and_entropy(policy, batch, reads, budget=60)
         assert sum(rows) == fresh.sum()
-        for row, response in enumerate(responses_of(batch)):
-            here = batch.mask[row]
-            old = [values[row][here] for values in batch.old]
-            expected = plain_stats(model, response) if fresh[row] else old
-            for got, wanted in zip(found, expected):
-                torch.testing.assert_close(got[row][here], wanted, atol=1e-4, rtol=1e-4)
-                assert not got[row][~here].any()
+        for got, new, old in zip(found, current, batch.old):
+            expected = torch.where(fresh[:, None], new, old)
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_token_at_the_threshold_is_kept(model):
@@ -302,18 +285,7 @@ def test_micro_batches_stay_within_the_budget(budget):
     for batch in batches:
         longest = max(lengths[place] for place in batch)
         assert len(batch) * longest <= budget or len(batch) == 1
-    if budget == 50:
-        assert len(batches) < 15  # and the budget is used
-    assert rollout.micro_batches([3, 9, 4, 2], budget=9) == [[1], [2, 0], [3]]
-
-
-# ---------------------------------------------------------------------- which responses, and where
-
-
-def test_each_rank_samples_its_slice_of_every_mini_batch():
-    rows = [stapo.rank_rows(4, 2, 2, rank, world) for rank, world in ((0, 1), (0, 2), (1, 2))]
-    words = [" ".join(f"{problem}{member}" for problem, member in pairs) for pairs in rows]
-    assert words == ["00 01 10 11 20 21 30 31", "00 01 20 21", "10 11 30 31"]
+    assert budget != 50 or len(batches) < 15  # and the budget is used
 
 
 def test_epochs_visit_every_problem_once():
@@ -350,50 +322,34 @@ def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):
 
 
 def test_a_chat_template_is_the_runs_own(tmp_path, capsys):
-    """The checkpoint's tokenizer has the template; a resumed run keeps it, whatever the file says.
-
-    No answer of the data is a number, so no response is right, and the run says so once.
-    """
-    rows = [{"problem": f"Q: {i}+1=?", "answer": "work #### none"} for i in range(8)]
-    write_rows(tmp_path / "rows.jsonl", *rows)
+    """The checkpoint's tokenizer has it; a resumed run keeps it, whatever the file says."""
     template = "{{ messages[0].content }} =\n"
     (tmp_path / "own.jinja").write_text(template)
-    flags = f"--data {tmp_path}/rows.jsonl --chat_template {tmp_path}/own.jinja --steps 1"
-    (line,) = run(tmp_path / "run", flags)
-    said = capsys.readouterr().err
-    assert line["accuracy"] == 0 and line["low_prob_fraction"] is None
-    assert "step 1: no response is right; an answer in the data is 'none'" in said
+    run(tmp_path / "run", f"--steps 1 --chat_template {tmp_path}/own.jinja")
     again = f"--resume {tmp_path}/run --steps 2"
     assert "--chat_template none: " in refused(capsys, f"{again} --chat_template none")
     (tmp_path / "own.jinja").write_text(f"Another. {template}")
     stapo.main(again.split())
-    said = capsys.readouterr().err
-    assert "step 2 of 2" in said and "no response is right" not in said
     saved = rollout.load_tokenizer(str(tmp_path / "run/checkpoints/step_000002"))
     assert saved.chat_template == template
 
 
-@pytest.mark.parametrize("reward", ["", "--reward {}/own.py:of_problem"])
-def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, reward):
+@pytest.mark.parametrize("own", [False, True])
+def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, own):
+    """With this project's grader, and with a reward and a chat template of one's own."""
     rows = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
-    reward = reward.format(tmp_path)
     (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
     source = "def of_problem(response, row):\n    return len(row['problem'] + response) % 2\n"
     (tmp_path / "own.py").write_text(source)
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =\n")
-    reward += f" --chat_template {tmp_path}/own.jinja" if reward else ""
-    flags = f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl {reward}"
-    found = run(tmp_path / "run", flags)
+    both = f"--reward {tmp_path}/own.py:of_problem --chat_template {tmp_path}/own.jinja" * own
+    found = run(tmp_path / "run", f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl {both}")
     assert [line["step"] for line in found if "eval" in line] == [0, 2]
     flags = f"--model {TINY} --benchmarks {tmp_path}/few.jsonl --decoding training --instruction="
-    flags += f" --max_new_tokens 40 --rollout_batch_size 512 --output {tmp_path}/eval {reward}"
+    flags += f" --max_new_tokens 40 --rollout_batch_size 512 --output {tmp_path}/eval {both}"
     evaluation.main(flags.split())
     expected = json.loads((tmp_path / "eval/scores.json").read_text())["scores"]["training"]
     assert found[0]["eval"] == expected and expected["few"]["mean"] > 0
-    for row in read_rows(tmp_path / "eval/samples.jsonl"):
-        problem = json.loads(rows[row["problem"]])["problem"]
-        own = len(problem + row["response"]) % 2 == 1
-        assert row["correct"] == (own if reward else is_correct(row["response"], row["gold"]))
 
 
 def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
@@ -457,7 +413,6 @@ def missing(response, row):
         ("--reward {folder}/own.py:words", "own.py:words: returned 'good'"),
         ("--reward {folder}/own.py:missing", "KeyError('none') at {folder}/own.py, line 6"),
         ("--reward {folder}/own.py:gone", "has no function gone"),
-        ("--reward {folder}/gone.py:words", "gone.py"),
         ("--reward {folder}/broken.py:words", "ZeroDivisionError"),
     ],
 )
