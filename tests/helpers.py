@@ -216,18 +216,16 @@ class Page(HTMLParser):
         if "data-about" in attributes:
             self.token = attributes | {"tag": tag, "text": ""}
             self.responses[-1].append(self.token)
-        if tag == "i" and self.token and attributes.get("class") == "line":
-            self.token["text"] += "\n"
 
     def handle_endtag(self, tag):
         if tag != "html":
             assert self.inside.pop() == tag
-        if tag in ("span", "del"):
+        if tag in ("span", "del", "b", "i"):
             self.token = None
 
     def handle_data(self, data):
         if self.token:
-            self.token["text"] += data.replace("\n", "")  # the line's sign stands for it
+            self.token["text"] += data
 
 
 def fused_norms(model) -> int:
