@@ -33,15 +33,6 @@ def test_the_copied_section_needs_torch_alone(tmp_path):
     assert copied["group_advantages"](torch.tensor([[1.0, -1.0, -1.0]])).isfinite().all()
 
 
-def test_bare_example():
-    logp, old_logp, _, entropy, mask = drawn()
-    rewards = torch.tensor([[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]])
-    names = {"rewards": rewards, "old_logp": old_logp, "mask": mask}
-    names["statistics"] = lambda rows: (logp.requires_grad_()[rows], entropy[rows])
-    exec(example("bare"), names)
-    assert names["loss"].isfinite() and logp.grad.abs().sum() > 0
-
-
 def test_statistics_example_and_both_loops():
     """On the tiny model: p and H are one response's own; the first update is the same by both."""
     model = load_model(str(TINY))
@@ -99,13 +90,6 @@ def gradient_at_once(names: dict) -> torch.Tensor:
     loss, sums = stapo_loss(*args)
     assert 3 < sums["silenced"] < sums["candidates"]
     return torch.autograd.grad(loss, names["weight"])[0]
-
-
-def test_two_passes_give_the_gradient_of_the_whole_mini_batch():
-    names = mini_batch()
-    expected = gradient_at_once(names)
-    exec(example("two-passes"), names)
-    torch.testing.assert_close(names["weight"].grad, expected)
 
 
 def two_passes_on_ranks(folder) -> None:
