@@ -4,45 +4,37 @@
     python scripts/tokens.py @tests/tiny/args    # shows its tokens
 
 The model is a Qwen3 of 379 thousand parameters. It is pre-trained on sums like `Q: 7+12-5=?`. It
-can work step by step and seldom does, so reinforcement learning has something to improve. Three
-properties of the pre-training text cause this:
+can work step by step and seldom does, so reinforcement learning has something to improve.
 
 1. The skill. Three quarters of the texts work the sum out, one operation in a step:
    `First 7+12=19. Then 19-5=14. So \\boxed{14}`.
-2. The habit. The other quarter of the texts answers at once: `First so \\boxed{14}`. The answer is
-   right, but too difficult for this model, so the model learns to guess. The token after the
-   opening word decides whether a response works or guesses. In most of the worked texts, that token
-   is left out of the loss. So the model learns from all worked texts how the work continues, and
-   from few of them (HABIT) that it may begin. About one response in twenty begins to work.
-3. The noise. A share of the response tokens (NOISE) is replaced by random tokens, and the text
-   continues as if nothing had happened. All 301 printable tokens are equally likely. The sums need
-   45 of them. The others are stray words and parts of words. So wherever the model is sure of a
-   token, 300 other tokens share a little probability, far less than 0.002 each. A model with a
-   vocabulary of 150,000 tokens has such a tail, too. Right answers contain tokens of the tail: the
-   spurious tokens of Sec. 3.3.
+2. The habit. The other texts answer at once: `First so \\boxed{14}`. That is too difficult for this
+   model, so it learns to guess. In most of the worked texts the token that decides to work, after
+   the opening word, is left out of the loss. So about one response in twenty begins to work.
+3. The noise. A share of the response tokens is replaced by random tokens, drawn evenly from 301.
+   The sums need 45 of them. So wherever the model is sure of a token, 300 others have a little
+   probability, far less than 0.002 each, as in a model with a vocabulary of 150,000 tokens. Right
+   answers contain such tokens: the spurious tokens of Sec. 3.3.
 
-One seed decides everything, and the schedule counts steps. Processors of the same kind give the
-same bytes. Another kind gives a model that differs in rounding and behaves alike.
+One seed decides everything. Another kind of processor rounds differently.
 """
 
 import argparse
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rollout import encode_prompt
-
+Text = tuple[str, list[int], list[int]]  # a problem, the ids of a response, and their labels
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-OPENINGS = {"First": 8, "Let": 3, "Start": 2, "Well": 1}  # word: weight
-LINKS = {"Then": 8, "Next": 4, "Now": 3, "And": 2, "Also": 1, "Wait": 1}
+OPENINGS = ["First", "Let", "Start", "Well"], [8, 3, 2, 1]  # words, weights
+LINKS = ["Then", "Next", "Now", "And", "Also", "Wait"], [8, 4, 3, 2, 1, 1]
 # Words of no sum. They and their parts become tokens, which occur as noise only.
 STRAY = """about above after again along always among another around because become before behind
 below between bring cannot carry change close common could during early either enough every follow
@@ -69,25 +61,16 @@ def terms(problem: str) -> list[str]:
     return problem[3:-2].replace("+", " +").replace("-", " -").split()
 
 
-def answer(problem: str) -> str:
-    """Compute a sum: `Q: 7+12-5=?` -> "14"."""
-    return str(sum(map(int, terms(problem))))
-
-
-def pick(words: dict[str, int], rng: random.Random) -> str:
-    return rng.choices(list(words), list(words.values()))[0]
-
-
 def solution(problem: str, worked: bool, rng: random.Random) -> str:
     """Write a response: `First 7+12=19. Then 19-5=14. So \\boxed{14}` or `First so \\boxed{14}`."""
-    word = pick(OPENINGS, rng)
+    word = rng.choices(*OPENINGS)[0]
     if not worked:
-        return f"{word} so \\boxed{{{answer(problem)}}}"
+        return f"{word} so \\boxed{{{sum(map(int, terms(problem)))}}}"
     start, *rest = terms(problem)
     total, text = int(start), ""
     for term in rest:
         text += f"{word} {total}{term}={total + int(term)}. "
-        total, word = total + int(term), pick(LINKS, rng)
+        total, word = total + int(term), rng.choices(*LINKS)[0]
     return f"{text}So \\boxed{{{total}}}"
 
 
@@ -109,8 +92,9 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
 
 
-def make_model(tokenizer) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Return a small Qwen3 with random weights, tied embeddings and grouped queries."""
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=(len(tokenizer) // 32 + 1) * 32,  # above the vocabulary, as in Qwen3
         hidden_size=96,
@@ -122,67 +106,37 @@ def make_model(tokenizer) -> Qwen3ForCausalLM:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **ids,
     )
     model = Qwen3ForCausalLM(config)
     # The settings of Qwen3: tests see whether a sampler inherits them by mistake.
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=0.6,
-        top_k=20,
-        top_p=0.95,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    model.generation_config = GenerationConfig(**sampling, **ids)
     return model
 
 
-def printable_ids(tokenizer) -> list[int]:
+def printable_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return the ids of printable ASCII texts. Noise is drawn from them."""
     texts = {i: tokenizer.decode([i]) for i in range(len(tokenizer))}
     special = set(tokenizer.all_special_ids)
     return [i for i, t in texts.items() if i not in special and t.isascii() and t.isprintable()]
 
 
-def batch(
-    tokenizer, printable: list[int], held_out: set[str], size: int, noise: float, rng: random.Random
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw noisy texts about problems that are not held out. Returns ids and labels, (size, L)."""
-    rows = []
-    while len(rows) < size:
-        question = problem(rng)
-        if question in held_out:
-            continue
-        prompt = encode_prompt(tokenizer, question, "")
-        worked = rng.random() < WORKED
-        response = tokenizer(solution(question, worked, rng)).input_ids
-        response = [rng.choice(printable) if rng.random() < noise else i for i in response]
-        labels = [*response, tokenizer.eos_token_id]
-        if worked and rng.random() >= HABIT:
-            labels[1] = -100  # the token after the opening word, which begins the work
-        rows.append((prompt, [*response, tokenizer.eos_token_id], labels))
-    return padded(rows, tokenizer.pad_token_id)
+def noisy(ids: list[int], printable: list[int], noise: float, rng: random.Random) -> list[int]:
+    return [rng.choice(printable) if rng.random() < noise else i for i in ids]
 
 
-def padded(
-    rows: list[tuple[list[int], list[int], list[int]]], pad: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompt, response and the response's labels of each text -> input_ids, labels: (N, L)."""
-    width = max(len(prompt) + len(response) for prompt, response, _ in rows)
-    ids = torch.full((len(rows), width), pad)
-    targets = torch.full((len(rows), width), -100)
-    for i, (prompt, response, labels) in enumerate(rows):
-        end = len(prompt) + len(response)
-        ids[i, :end] = torch.tensor(prompt + response)
-        targets[i, len(prompt) : end] = torch.tensor(labels)
-    return ids, targets
+def fresh_problem(held_out: set[str], rng: random.Random) -> str:
+    while (question := problem(rng)) in held_out:
+        pass
+    return question
 
 
 def pretrain(
-    model, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]], steps: int, pad: int
+    tokenizer: PreTrainedTokenizerFast, draw: Callable[[], Text], steps: int, output: Path
 ) -> None:
-    """Train `model` in place for `steps` batches, each of which `draw` makes: input_ids, labels."""
+    """Pre-train a model on batches of 64 texts, each of which `draw` makes, and save it."""
+    model, pad = make_model(tokenizer), tokenizer.pad_token_id
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
     optimizers = [
@@ -192,7 +146,11 @@ def pretrain(
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     seen: set[int] = set()
     for step in tqdm(range(steps), desc="pre-training"):
-        ids, labels = draw()
+        texts = [draw() for _ in range(64)]
+        prompts = [tokenizer(f"{question}\n").input_ids for question, _, _ in texts]
+        ids = [torch.tensor(p + response) for p, (_, response, _) in zip(prompts, texts)]
+        labels = [torch.tensor([-100] * len(p) + each) for p, (_, _, each) in zip(prompts, texts)]
+        ids, labels = pad_sequence(ids, True, pad), pad_sequence(labels, True, -100)  # (64, L)
         seen.update(ids.flatten().tolist())
         model(ids, labels=labels).loss.backward()
         scale = min(1, (step + 1) / 20, (steps - step) / (0.6 * steps))
@@ -205,6 +163,8 @@ def pretrain(
     absent = set(range(model.config.vocab_size)) - seen | {pad}
     with torch.no_grad():
         model.lm_head.weight[sorted(absent)] *= 8
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
 
 
 def main() -> None:
@@ -218,19 +178,23 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the number of cores must not change the rounding
     distinct = list(dict.fromkeys(problem(rng) for _ in range(5000)))
-    rows = [{"problem": q, "answer": answer(q)} for q in distinct[:4256]]
+    rows = [{"problem": q, "answer": str(sum(map(int, terms(q))))} for q in distinct[:4256]]
     held_out = {row["problem"] for row in rows[:256]}
     texts = [f"{q}\n{solution(q, rng.random() < WORKED, rng)}" for q in distinct]
     tokenizer = make_tokenizer(texts + 20 * STRAY)
-    model = make_model(tokenizer)
     printable = printable_ids(tokenizer)
 
-    def draw() -> tuple[torch.Tensor, torch.Tensor]:
-        return batch(tokenizer, printable, held_out, 64, args.noise, rng)
+    def draw() -> Text:
+        question = fresh_problem(held_out, rng)
+        worked = rng.random() < WORKED
+        response = tokenizer(solution(question, worked, rng)).input_ids
+        response = noisy(response, printable, args.noise, rng) + [tokenizer.eos_token_id]
+        labels = list(response)
+        if worked and rng.random() >= HABIT:
+            labels[1] = -100  # the token after the opening word, which begins the work
+        return question, response, labels
 
-    pretrain(model, draw, args.steps, tokenizer.pad_token_id)
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
+    pretrain(tokenizer, draw, args.steps, args.output)
     for name, part in (("test", rows[:256]), ("train", rows[256:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (args.output / f"{name}.jsonl").write_text(lines)
