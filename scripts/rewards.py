@@ -1,4 +1,9 @@
-"""Rewards for `--reward scripts/rewards.py:NAME`."""
+"""Rewards for `--reward scripts/rewards.py:NAME`.
+
+`dapo` is DAPO's rule. `one_sentence` is for short questions (recipes/smollm2-135m-cpu).
+"""
+
+import re
 
 
 def dapo(response: str, row: dict) -> float:
@@ -11,3 +16,19 @@ def dapo(response: str, row: dict) -> float:
     # The braces of the right answer are balanced, so this } closes the box.
     right = box and rest.startswith(gold + "}")
     return 1.0 if right else -1.0
+
+
+def one_sentence(response: str, row: dict) -> float:
+    """Return +1 for one sentence that ends, with the answer as a whole word, else -1.
+
+    "The capital of Turkey is Ankara, a large city." is right for the answer Ankara. The answer must
+    be among the first 12 words, and before the first comma, colon, slash, "or" and "and": a list of
+    guesses counts as its first guess, and a longer text has no better chance.
+    """
+    sentence = response.replace('"', "").strip()
+    ends = re.fullmatch(r"[^.!?\n]+[.!]", sentence)  # and it holds no other sentence
+    start = re.split(r"[,;:/]|\bor\b|\band\b", sentence)[0]
+    start = " ".join(start.split()[:12])
+    answer = re.escape(row["answer"])
+    found = re.search(rf"(?<![\w-]){answer}(?![\w-])", start, re.IGNORECASE)
+    return 1.0 if ends and found else -1.0

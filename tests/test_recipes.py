@@ -1,0 +1,100 @@
+"""The recipe for a CPU: its reward's promises, and its questions. No model is loaded."""
+
+import re
+
+import pytest
+from helpers import ROOT, read_rows
+
+import stapo
+from reward import load_reward
+from support.flags import parse_flags
+
+RECIPE = ROOT / "recipes" / "smollm2-135m-cpu"
+TRAIN, TEST = (read_rows(RECIPE.with_name(f"{RECIPE.name}.{x}.jsonl")) for x in ("train", "test"))
+
+
+def reward_of(response: str, answer: str) -> float:
+    reward = load_reward(f"{ROOT}/scripts/rewards.py:one_sentence")
+    return reward(response, {"row": {"problem": "?", "answer": answer}})
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The capital of Turkey is Ankara.",
+        "Ankara is the capital of Turkey.",
+        ' It is "ankara."\n',
+        "Ankara!",
+        "The capital is Ankara, a city in the center of Turkey.",
+        "It is Ankara (in Anatolia).",
+    ],
+)
+def test_one_sentence_with_the_answer_is_right(response):
+    assert reward_of(response, "Ankara") == 1
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        ".",
+        "The capital of Turkey is Istanbul.",
+        "The capital of Turkey is",
+        "The capital of Turkey is Ankara",  # no end: cut off
+        "Is it Ankara?",
+        "The capital of Turkey is Ankaran.",  # a part of a word
+        "It is New-Ankara.",
+        "Istanbul, Ankara, Izmir.",  # lists of guesses
+        "Istanbul or Ankara.",
+        "Istanbul / Ankara.",
+        "Istanbul; Ankara.",
+        "Both Istanbul and Ankara.",
+        "What is the capital? It is Ankara.",  # more than one sentence
+        "It is Istanbul. Or Ankara.",
+        "Istanbul\nAnkara.",
+        "Istanbul Izmir Bursa Adana Konya Antalya Mersin Edirne Rize Sinop Van Mardin Ankara.",
+        "It is Ankara. " * 3,
+    ],
+)
+def test_no_other_text_is_right(response):
+    assert reward_of(response, "Ankara") == -1
+
+
+def test_the_answer_is_a_word_and_no_pattern():
+    assert reward_of("7 times 4 is 28.", "28") == 1
+    assert reward_of("7 times 4 is 128.", "28") == reward_of("It is -28.", "28") == -1
+    assert reward_of("The capital of Haiti is Port-au-Prince.", "Port-au-Prince") == 1
+    assert reward_of("It is abc.", "a.c") == -1
+
+
+def test_the_questions():
+    """No held-out question is trained on, and the question does not contain its answer."""
+    rows = TRAIN + TEST
+    assert len({row["problem"].lower() for row in rows}) == len(rows)
+    assert len(TRAIN) >= 100 and len(TEST) >= 100
+    for row in rows:
+        question, answer = row["problem"], row["answer"]
+        assert reward_of(f"The answer is {answer}.", answer) == 1, row
+        assert reward_of(f"{question.rstrip('?')}.", answer) == -1, row  # an echo
+
+
+def test_products_and_sums_are_right():
+    found = 0
+    for row in TRAIN + TEST:
+        if task := re.fullmatch(r"What is (\d+) (times|plus) (\d+)\?", row["problem"]):
+            a, b = int(task[1]), int(task[3])
+            assert row["answer"] == str(a * b if task[2] == "times" else a + b)
+            found += 1
+    assert found > 20
+
+
+def test_the_recipe_names_these_files(monkeypatch):
+    """And one step after another takes other questions, until all were asked once."""
+    monkeypatch.chdir(ROOT)  # where recipes are used
+    cfg = parse_flags(stapo.Config, "", [f"@{RECIPE}"])
+    stapo.check_flags(cfg)
+    assert load_reward(cfg.reward) and cfg.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert read_rows(ROOT / cfg.data) == TRAIN
+    assert [read_rows(ROOT / name) for name in cfg.eval_benchmarks] == [TEST]
+    assert cfg.eval_every == cfg.steps  # before step 1 and at the end
+    assert cfg.steps * cfg.batch_size <= len(TRAIN)
