@@ -2,10 +2,8 @@
 
 import contextlib
 import glob
-import json
 import re
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ from support.progress import bar, say
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
-OPTION_COLUMNS = ("choices", "options")  # of MMLU and MMLU-Pro
+READ = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
+READ += f", the answer from {' or '.join(ANSWER_COLUMNS)}"
 # DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
 DAPO_WRAPPER = re.compile(
     r"\s*Solve the following math problem step by step\. The last line of your response should be "
@@ -38,10 +37,10 @@ def load_problems(
     its "row" too, a dict of every column. Raises InputError, naming the source or its row.
     """
     rows = load_rows(source, split)
-    columns = f"its columns are {', '.join(rows.column_names)}"
+    columns = f"its columns are {', '.join(rows.column_names)}; {READ}"
     if not whole_rows:
-        known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS, *OPTION_COLUMNS}
-        rows = rows.select_columns([name for name in rows.column_names if name in known])
+        known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS} & {*rows.column_names}
+        rows = rows.select_columns(sorted(known))
     refuse_mixed_types(source, rows)
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer = 0
@@ -50,20 +49,16 @@ def load_problems(
         if not problem:
             what = "problem that is text, or a chat of user and assistant alone"
             raise InputError(f"{source}: row {number} has no {what}; {columns}")
-        if lacks_options(problem, row):
-            what = f"{' or '.join(OPTION_COLUMNS)} that the problem does not contain"
-            hint = "add them to its text, or leave their column out"
-            raise InputError(f"{source}: row {number} has {what}: {hint}")
+        if answer is None and not whole_rows:
+            what = "answer that is text, a finite number or a flat list of these"
+            hint = "store numbers from 2^53 on as text"
+            raise InputError(f"{source}: row {number} has no {what} ({hint}); {columns}")
         if whole_rows:
             problems.setdefault(problem, {"problem": problem, "answer": answer or "", "row": row})
-        elif answer is None:
-            what = "answer that is text, a finite number or a flat list of these (whole numbers "
-            what += "from 2^53 on lose digits: store them as text)"
-            raise InputError(f"{source}: row {number} has no {what}; {columns}")
-        elif answer == "":
-            without_answer += 1
-        else:
+        elif answer:
             problems.setdefault(problem, {"problem": problem, "answer": answer})
+        else:
+            without_answer += 1
     if not problems:
         raise InputError(f"{source}: holds no problem with an answer; {columns}")
     if without_answer:
@@ -80,8 +75,6 @@ def load_rows(source: str, split: str) -> Any:
     builder = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(file.suffix)
     if builder and not file.is_file():
         raise InputError(f"{source}: no such file")
-    if builder and file.stat().st_size == 0:
-        raise InputError(f"{source}: the file is empty")
     try:
         if not builder:
             return datasets.load_dataset(source, split=split)
@@ -94,7 +87,8 @@ def load_rows(source: str, split: str) -> Any:
         # Only the cause says where a file cannot be parsed. Line 2 lists the configs of a Hub set.
         cause = error.__cause__ if builder and error.__cause__ else error
         reason = " ".join(str(cause).splitlines()[:2])
-        raise InputError(f"{source}: cannot be read as a dataset ({reason})") from error
+        hint = "give a Hub id, or a .jsonl, .json or .parquet file"
+        raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
 
 
 def refuse_mixed_types(source: str, rows: Any) -> None:
@@ -133,51 +127,29 @@ def read_row(row: dict) -> tuple[str, str | None]:
     return next(filter(None, problems), ""), next(filter(None, answers), missing)
 
 
-def lacks_options(problem: str, row: dict) -> bool:
-    """Whether a row has a column of options, and one of these is not in the problem's text."""
-    options = texts_in([row.get(name) for name in OPTION_COLUMNS])
-    return any(option not in problem for option in options)
-
-
-def texts_in(value: Any) -> list[str]:
-    """The texts and numbers of a cell, also of one that nests them: {"A": "red", "B": "blue"}."""
-    if isinstance(value, (list, dict)):
-        parts = value.values() if isinstance(value, dict) else value
-        return [text for part in parts for text in texts_in(part)]
-    return [(cell_text(value) or "").strip()]
-
-
 def problem_text(value: Any) -> str:
     """Text; of a chat the user's last turn, or "" if others than an assistant speak.
 
     DAPO-Math-17k's wrapper is taken off, also in a copy with plain text. A number is the problem's
     number, so it gives "".
     """
-    if isinstance(value, list):
-        turns = [turn if isinstance(turn, dict) else {"content": turn} for turn in value]
-        last_turns = {str(turn.get("role") or "user"): turn.get("content") for turn in turns}
-        last = last_turns.get("user") if last_turns.keys() <= {"user", "assistant"} else None
-        value = "" if isinstance(last, list) else cell_text(last)
+    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+        last_turns = {turn.get("role") or "user": turn.get("content") for turn in value}
+        value = last_turns.get("user") if last_turns.keys() <= {"user", "assistant"} else None
     text = value.strip() if isinstance(value, str) else ""
     wrapped = DAPO_WRAPPER.fullmatch(text)
     return wrapped[1].strip() if wrapped else text
 
 
 def answer_text(value: Any) -> str | None:
-    """The cell_text of a right answer, without what data sets put around it.
+    """The cell_text of a right answer. GSM8K has its work before the answer: `... #### 72` is 72.
 
-    GSM8K has its work before the answer: `... #### 72` is 72. Skywork has JSON: `["72"]` is 72.
     NuminaMath's `proof` and `notfound` are "".
     """
     text = cell_text(value)
     if text is None:
         return None
     text = text.rpartition("####")[2].strip()
-    if text.startswith("[") and '"' in text:
-        with contextlib.suppress(ValueError):  # an interval, not JSON
-            items = json.loads(text)
-            if len(items) == 1 and isinstance(items[0], str):
-                text = items[0].strip()
     return "" if text.lower() in ("proof", "notfound") else text
 
 
@@ -194,7 +166,7 @@ def cell_text(value: Any) -> str | None:
     for item in value if isinstance(value, list) else [value]:
         if type(item) is float and abs(item) < 2**53:  # neither infinite nor NaN
             texts.append(str(int(item) if item.is_integer() else item))
-        elif type(item) in (str, int) or type(item) is Decimal and item.is_finite():
+        elif type(item) in (str, int):
             texts.append(str(item))
         else:
             return None
