@@ -9,15 +9,17 @@ An evaluation has five parts, in the order of this file:
 1. Load the problems of every benchmark.
 2. Sample responses. Each response is written to samples.jsonl when it ends (support/journal.py).
 3. Grade all responses with the grader as it is now, even those that were sampled earlier.
-4. With --verifier, a second model judges the responses that the rule refused. A stored verdict is
-   used again only if the problem, its answer, the response and the judge's prompt are the same.
-5. Write scores.json and table.md. With --verifier, write copies that have its name.
+4. With --verifier, a second model judges the responses that the rule refused.
+5. Write scores.json and table.md.
+
+A stored response has the fingerprint of what it was made from: problem, right answer, prompt,
+weights and decoding. A verdict has one of the judge's prompt and the verifier's weights. A row with
+another fingerprint stays in its file and is not used.
 
 After the model is loaded, Ctrl-C, SIGTERM or SIGHUP ends the program within a few tokens, with exit
 status 130. After a stop or a crash the same command continues, on any number of ranks.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -27,19 +29,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 import rollout
-from reward import Reward, extract_answer, is_correct, load_reward, reward_fingerprint
+from reward import Reward, extract_answer, load_reward, reward_all
 from rollout import Model, Response, Tokenizer, encode_prompt
 from support import distributed, progress
 from support.distributed import rank, world_size
-from support.errors import InputError, RewardError
+from support.errors import InputError
 from support.files import fingerprint, write_whole
 from support.flags import flag, parse_flags
-from support.journal import Journal, Key, key_of
+from support.journal import Journal, Key
 from support.models import check_length, weights_of
 from support.problems import load_problems
 from support.run_folder import claim
@@ -65,10 +67,10 @@ BENCHMARKS = (
     Benchmark("minerva", "Minerva", "math-ai/minervamath", "test", 4),
     Benchmark("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "test", 4),
 )
-# Temperature and top-p. stapo.py samples with "training", and its checkpoints name that.
-DECODINGS = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}
 FILES = (".jsonl", ".json", ".parquet")
 Suite = dict[Benchmark, list[dict]]  # the problems of each, as load_problems gives them
+Decodings = dict[str, tuple[float, float]]  # temperature and top-p of each
+DECODINGS: Decodings = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}
 
 
 @dataclass
@@ -79,12 +81,13 @@ class Config:
     """
 
     model: str = field(metadata={"help": "Hub id or local folder of a causal LM"})
-    benchmarks: list[str] = flag([b.key for b in BENCHMARKS], "names, or data files")
+    benchmarks: list[str] = flag(
+        [b.key for b in BENCHMARKS], "names (from the Hub), or files; DIR/aime24.jsonl is AIME24"
+    )
     decoding: list[str] = flag(
         list(DECODINGS),
         "training (1.0,1.0), justrl (0.7,0.9), or temperature,top-p; 0,1 is greedy",
     )
-    data_dir: str = flag("", "read DIR/<name>.jsonl, .json or .parquet (empty: from the Hub)")
     samples: int = flag(0, "responses to each problem (0: the benchmark's own; greedy takes 1)")
     limit: int = flag(0, "number of problems of each benchmark, its first (0: all)")
     max_new_tokens: int = flag(20480, "longest response, in tokens")
@@ -94,17 +97,18 @@ class Config:
     chat_template: str = flag(
         "", "file with a chat template; none: no template; empty: the tokenizer's own"
     )
-    reward: str = flag("", "FILE.py:FUNCTION grades benchmarks that are files: above 0 is right")
+    reward: str = flag("", "FILE.py:FUNCTION grades all but the six benchmarks: above 0 is right")
     verifier: str = flag("", "causal LM that judges what the rule refused (empty: none)")
     output: str = flag("", "directory of the results (empty: runs/eval-<model>)")
 
 
 def load_benchmarks(
-    names: list[str], data_dir: str = "", samples: int = 0, limit: int = 0, whole_rows: bool = False
+    names: list[str], samples: int = 0, limit: int = 0, whole_rows: bool = False
 ) -> Suite:
-    """Load benchmarks by name or from local files: {benchmark: problems}. Raises InputError.
+    """Load benchmarks by name or from files: {benchmark: problems}. Raises InputError.
 
-    With `whole_rows` each problem of a file also has its "row", for a reward of your own.
+    A file with the name of one of the six, such as aime24.jsonl, is that benchmark. With
+    `whole_rows` each problem of any other file also has its "row", for a reward of your own.
     """
     known = {benchmark.key: benchmark for benchmark in BENCHMARKS}
     suite: Suite = {}
@@ -112,28 +116,20 @@ def load_benchmarks(
         is_file = Path(name).suffix in FILES
         key = Path(name).stem if is_file else name
         if not is_file and key not in known:
-            raise InputError(f"benchmark {name}: neither a file nor one of {', '.join(known)}")
+            kinds = f"a {', '.join(FILES)} file"
+            raise InputError(f"benchmark {name}: neither {kinds} nor one of {', '.join(known)}")
         if key in [benchmark.key for benchmark in suite]:
             raise InputError(f"benchmark {name}: there is a {key} before it")
         benchmark = known.get(key, Benchmark(key, key, "", "train", 4))
+        own_rows = whole_rows and key not in known
         source = name if is_file else benchmark.hub
-        if data_dir and not is_file:
-            paths = [Path(data_dir, key + suffix) for suffix in FILES]
-            files = [str(path) for path in paths if path.is_file()]
-            if not files:
-                raise InputError(f"--data_dir {data_dir}: holds no {key} ({', '.join(FILES)})")
-            source = files[0]
-        problems = load_problems(source, benchmark.split, whole_rows=whole_rows and is_file)
+        problems = load_problems(source, benchmark.split, whole_rows=own_rows)
         suite[benchmark._replace(samples=samples or benchmark.samples)] = problems[: limit or None]
     return suite
 
 
-def parse_decodings(texts: list[str]) -> dict[str, tuple[float, float]]:
-    """Read the values of --decoding: {name: (temperature, top-p)}. Raises InputError.
-
-    A pair that has a name in DECODINGS gets this name.
-    """
-    names = {pair: name for name, pair in DECODINGS.items()}
+def parse_decodings(texts: list[str]) -> Decodings:
+    """Read the values of --decoding: {value: (temperature, top-p)}. Raises InputError."""
     decodings = {}
     for text in texts:
         match = re.fullmatch(r"(\d*\.?\d+),(\d*\.?\d+)", text)
@@ -141,31 +137,33 @@ def parse_decodings(texts: list[str]) -> dict[str, tuple[float, float]]:
         if pair is None or not 0 < pair[1] <= 1:
             choices = f"{', '.join(DECODINGS)} or temperature,top-p such as 0.6,0.95"
             raise InputError(f"--decoding {text}: must be {choices}")
-        decodings[names.get(pair, f"{pair[0]:g},{pair[1]:g}")] = pair
+        decodings[text] = pair
     return decodings
 
 
 # ----------------------------------------------------------------------------- sampling and grading
 
 
-class Settings(Protocol):
-    """The flags that training and evaluation share: a Config of either has them."""
+def problems_by_key(
+    suite: Suite, decodings: Decodings, tokenizer: Tokenizer, cfg: Any, weights: str = ""
+) -> dict[Key, dict]:
+    """Return {key: problem} for every response of an evaluation, in the order of the tables.
 
-    instruction: str
-    max_new_tokens: int
-    rollout_batch_size: int
-    seed: int
-
-
-def problems_by_key(suite: Suite, decodings: dict[str, tuple[float, float]]) -> dict[Key, dict]:
-    """Return {key: problem} for every response of an evaluation, in the order of the tables."""
-    return {
-        Key(benchmark.key, decoding, number, sample): problem
-        for decoding, (temperature, _) in decodings.items()
-        for benchmark, problems in suite.items()
-        for number, problem in enumerate(problems)
-        for sample in range(benchmark.samples if temperature else 1)  # greedy ones are all alike
-    }
+    cfg: the flags of eval.py or of stapo.py. weights: text that identifies the model's weights.
+    During training the name of the journal's file does that.
+    """
+    problems = {}
+    for decoding, pair in decodings.items():
+        flags = [*pair, cfg.max_new_tokens, cfg.seed, cfg.instruction]
+        for benchmark, rows in suite.items():
+            samples = benchmark.samples if pair[0] else 1  # greedy responses are all alike
+            for number, row in enumerate(rows):
+                # The template and no ids: some templates write the date into the prompt.
+                made_from = [row["problem"], row["answer"], tokenizer.chat_template, weights, flags]
+                name = benchmark.key, decoding, number
+                mark = fingerprint(made_from)
+                problems |= {Key(*name, sample, mark): row for sample in range(samples)}
+    return problems
 
 
 def respond(
@@ -183,43 +181,38 @@ def respond(
     not change with the number of ranks or after an interruption. Responses of models that `sample`
     leaves to plain `generate` do change. Every rank must run this to its end. Raises Stopped on
     every rank if a stop was asked for. Raises InputError, which mentions length_flag, on every rank
-    if a response can outgrow the model, and InputError if logits are NaN.
+    if a response can outgrow the model.
     """
     longest = max(distributed.all_list(max(prompts.values(), key=len, default=[])), key=len)
     check_length(model.config, [longest], options["max_new_tokens"], length_flag)
-    keys, seeds = list(prompts), [mix_seed(seed, *key) for key in prompts]
+    keys, seeds = list(prompts), [mix_seed(seed, *key.place) for key in prompts]
     drawn = rollout.sample(model, tokenizer, list(prompts.values()), seed=seeds, **options)
     for ended in stop.together(drawn):
         for index, response in ended:
-            key = keys[index]
-            yield key, response
+            yield keys[index], response
 
 
 def sample_suite(
     model: Model,
     tokenizer: Tokenizer,
     problems: dict[Key, dict],
-    decodings: dict[str, tuple[float, float]],
+    decodings: Decodings,
     journal: Journal,
-    settings: Settings,
+    cfg: Any,
 ) -> None:
     """Sample the responses that the journal does not hold yet; problems: {key: problem}.
 
-    Raises InputError if the journal holds responses to other problems. Raises Stopped on every rank
-    if a stop was asked for.
+    Raises Stopped on every rank if a stop was asked for.
     """
-    sources = {
-        key: fingerprint({"problem": problem["problem"], "answer": problem["answer"]})
-        for key, problem in problems.items()
-    }
-    for key in sources.keys() & journal.rows.keys():
-        if journal.rows[key].get("fingerprint") != sources[key]:
-            what = f"{journal.path}: holds responses to another {key.benchmark}"
-            raise InputError(f"{what}; delete it, or name another --output")
+    places = {key.place for key in problems}
+    unused = sum(key.place in places for key in journal.rows.keys() - problems.keys())
+    if unused:
+        what = "stored responses to other problems, or of other flags or weights, are not used"
+        progress.log(f"{journal.path}: {unused} {what}")
     for decoding, (temperature, top_p) in decodings.items():
-        share = journal.share({key: sources[key] for key in sources if key.decoding == decoding})
+        share = journal.share([key for key in problems if key.decoding == decoding])
         prompts = {
-            key: encode_prompt(tokenizer, problems[key]["problem"], settings.instruction)
+            key: encode_prompt(tokenizer, problems[key]["problem"], cfg.instruction)
             for key in share
         }
         for key, response in respond(
@@ -228,21 +221,18 @@ def sample_suite(
             prompts,
             temperature=temperature,
             top_p=top_p,
-            seed=settings.seed,
-            max_new_tokens=settings.max_new_tokens,
-            batch_size=settings.rollout_batch_size,
+            seed=cfg.seed,
+            max_new_tokens=cfg.max_new_tokens,
+            batch_size=cfg.rollout_batch_size,
             progress=f"{decoding} decoding",
         ):
-            text, gold = response.text, problems[key]["answer"]
             row = {
-                "fingerprint": sources[key],
-                "gold": gold,
-                "answer": extract_answer(text),
-                # A reward can fail, so `grade` calls it: there all ranks learn of a failure.
-                "correct": None if "row" in problems[key] else is_correct(text, gold),
+                "gold": problems[key]["answer"],
+                "answer": extract_answer(response.text),
+                "correct": None,  # not graded yet
                 "length": len(response.ids),  # tokens, the stop id included
                 "truncated": response.truncated,
-                "response": text,
+                "response": response.text,
             }
             journal.add(key, row)
         journal.merge()
@@ -251,36 +241,16 @@ def sample_suite(
 def grade(journal: Journal, problems: dict[Key, dict], reward: Reward) -> dict[Key, dict]:
     """Grade all responses, and return {key: row}; problems: {key: problem}.
 
-    The reward grades problems that have their whole row. Every rank grades a share. Raises
-    RewardError and Stopped, each on every rank.
+    Every rank grades a share. Raises RewardError and Stopped, each on every rank.
     """
-    with contextlib.closing(progress.bar(len(problems), "grades")) as bar:
-        for part in journal.parts():
-            with distributed.raised_on_all():
-                for row in part[rank() :: world_size()]:
-                    text, problem = row["response"], problems.get(key_of(row))
-                    if not problem or stop.asked:
-                        continue
-                    if "row" in problem:
-                        right = reward(text, problem) > 0
-                    else:
-                        right = is_correct(text, problem["answer"])
-                    graded = row | {"answer": extract_answer(text), "correct": right}
-                    if graded != row:
-                        journal.add(key_of(row), graded)
-            bar.update(len(part))
-            stop.leave_if_asked()
-    journal.merge()
+    share = sorted(problems)[rank() :: world_size()]
+    rewards = reward_all(reward, journal.responses(share), [problems[key] for key in share])
+    journal.merge({key: {"correct": value > 0} for key, value in zip(share, rewards)})
     return {key: journal.rows[key] for key in problems}
 
 
 def evaluate(
-    model: Model,
-    tokenizer: Tokenizer,
-    suite: Suite,
-    path: Path,
-    settings: Settings,
-    reward: Reward,
+    model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, cfg: Any, reward: Reward
 ) -> dict[str, dict]:
     """Evaluate a model in memory under the training decoding: {benchmark: scores}.
 
@@ -289,9 +259,10 @@ def evaluate(
     on every rank.
     """
     decodings = {"training": DECODINGS["training"]}
-    journal, problems = Journal(path), problems_by_key(suite, decodings)
-    sample_suite(model, tokenizer, problems, decodings, journal, settings)
-    return summarize(grade(journal, problems, reward))["training"]
+    problems = problems_by_key(suite, decodings, tokenizer, cfg)
+    journal = Journal(path)
+    sample_suite(model, tokenizer, problems, decodings, journal, cfg)
+    return summarize(problems, grade(journal, problems, reward))["training"]
 
 
 # ------------------------------------------------------------------------------------- the verifier
@@ -342,54 +313,46 @@ def parse_verdict(reply: str) -> str:
     return "UNREADABLE"
 
 
-def judge_texts(
-    tokenizer: Tokenizer, problems: dict[Key, dict], samples: dict[Key, dict]
-) -> dict[Key, str]:
-    """Write the judge's prompt for each response that the rule refused.
+def judge(
+    model: Model,
+    tokenizer: Tokenizer,
+    problems: dict[Key, dict],
+    samples: dict[Key, dict],
+    verdicts: Journal,
+    weights: str,
+    batch_size: int,
+) -> dict[Key, dict]:
+    """Judge what the rule refused with the verifier, and return {key: verdict_of its reply}.
 
-    tokenizer: the verifier's; problems: {key: problem}; samples: {key: row}, graded.
+    problems: {key: problem}; samples: {key: graded row}; weights: identifies the verifier's. A
+    verdict in the journal is used again if it was made from the same prompt by the same weights.
+    Raises Stopped on every rank if a stop was asked for.
     """
     tokens = tokenizer.added_tokens_decoder.values()
     special = "|".join(re.escape(token.content) for token in tokens if token.special) or "(?!)"
-    texts = {}
-    for key, row in samples.items():
-        if not row["correct"]:
-            # A response can spell a special token such as <|im_end|>, which must end no turn.
-            tail = re.sub(special, lambda match: f"{match[0][0]} {match[0][1:]}", row["response"])
-            problem, gold = problems[key]["problem"], problems[key]["answer"]
-            texts[key] = JUDGE.format(problem=problem, gold=gold, tail=tail)
-    return texts
-
-
-def verify(
-    model: Model, tokenizer: Tokenizer, texts: dict[Key, str], verdicts: Journal, batch_size: int
-) -> dict[Key, dict]:
-    """Judge the responses of judge_texts with the verifier, and return {key: row of verdicts}.
-
-    A verdict in the journal is used again if it was made from the same text: from this problem, its
-    right answer and this response. Raises Stopped on every rank if a stop was asked for.
-    """
-    sources = {key: fingerprint(text) for key, text in texts.items()}
-    prompts = {
+    names, prompts = {}, {}
+    for key in [key for key, row in samples.items() if not row["correct"]]:
+        # A response can spell a special token such as <|im_end|>, which must end no turn.
+        tail = samples[key]["response"]
+        tail = re.sub(special, lambda match: f"{match[0][0]} {match[0][1:]}", tail)
+        problem, gold = problems[key]["problem"], problems[key]["answer"]
+        text = JUDGE.format(problem=problem, gold=gold, tail=tail)
+        names[key] = key._replace(fingerprint=fingerprint([text, weights]))
         # A verifier that thinks would spend its few tokens on that. Other templates ignore it.
-        key: encode_prompt(tokenizer, texts[key], "", enable_thinking=False)
-        for key in verdicts.share(sources)
-    }
-    for key, reply in respond(
+        prompts[names[key]] = encode_prompt(tokenizer, text, "", enable_thinking=False)
+    for name, reply in respond(
         model,
         tokenizer,
-        prompts,
+        {name: prompts[name] for name in verdicts.share(list(prompts))},
         temperature=0,
         max_new_tokens=16,
         batch_size=batch_size,
         length_flag=f"--verifier {model.name_or_path}, max_new_tokens",
         progress="verdicts",
     ):
-        row = {"fingerprint": sources[key], **verdict_of(reply.text), "reply": reply.text}
-        verdicts.add(key, row)
+        verdicts.add(name, verdict_of(reply.text))
     verdicts.merge()
-    rows = {key: verdicts.rows[key] for key in texts}
-    rows = {key: row | verdict_of(row["reply"]) for key, row in rows.items()}
+    rows = {key: verdict_of(verdicts.rows[name]["reply"]) for key, name in names.items()}
     unreadable = [row["reply"] for row in rows.values() if row["verdict"] == "UNREADABLE"]
     if len(unreadable) > len(rows) / 10:
         what = f"{len(unreadable)} of {len(rows)} verdicts are unreadable and count as wrong"
@@ -398,25 +361,9 @@ def verify(
 
 
 def verdict_of(reply: str) -> dict:
-    """Return the verdict of a verifier's reply, as stored."""
+    """Return a verifier's reply and its verdict, as stored."""
     verdict = parse_verdict(reply)
-    return {"verdict": verdict, "correct": verdict == "CORRECT"}
-
-
-def judge(
-    problems: dict[Key, dict], samples: dict[Key, dict], folder: Path, cfg: Config
-) -> dict[Key, dict]:
-    """Load the verifier, judge what the rule refused, and return {key: row of verdicts}.
-
-    The file of the verdicts is named by the verifier and a hash of its weights.
-    """
-    with distributed.raised_on_all():
-        weights = weights_of(cfg.verifier) if rank() == 0 else ""
-    weights = distributed.broadcast(weights)
-    name = f"verdicts-{file_name(cfg.verifier)}-{fingerprint(weights)[:8]}.jsonl"
-    model, tokenizer = load(cfg.verifier)
-    texts = judge_texts(tokenizer, problems, samples)
-    return verify(model, tokenizer, texts, Journal(folder / name), cfg.rollout_batch_size)
+    return {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply}
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -453,22 +400,28 @@ def accuracy(rows: list[dict]) -> dict:
 Scores = dict[str, dict[str, dict]]  # {decoding: {benchmark: summary}}
 
 
-def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None) -> Scores:
+def summarize(
+    problems: dict[Key, dict], samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None
+) -> Scores:
     """Summarize every benchmark: accuracies in percent, lengths in tokens, fractions 0 to 1."""
     scores: Scores = {}
     for (name, decoding), group in itertools.groupby(samples.items(), lambda item: item[0][:2]):
         keys, rows = zip(*group)
-        sources = {row["problem"]: row["fingerprint"] for row in rows}
+        texts = {key.problem: problems[key] for key in keys}
+        sources = {
+            number: fingerprint({"problem": text["problem"], "answer": text["answer"]})
+            for number, text in texts.items()
+        }
         summary = accuracy(rows) | {
             "problems": len(sources),
             "problems_fingerprint": fingerprint(sources),
-            "samples": len({row["sample"] for row in rows}),
+            "samples": len({key.sample for key in keys}),
             "response_length": fmean(row["length"] for row in rows),
             "truncated_fraction": fmean(row["truncated"] for row in rows),
             "no_box_fraction": fmean(row["answer"] is None for row in rows),
         }
         if verdicts is not None:
-            final = [row if row["correct"] else verdicts[key] for key, row in zip(keys, rows)]
+            final = [row | verdicts.get(key, {}) for key, row in zip(keys, rows)]
             counts = Counter(row["verdict"] for row in final if "verdict" in row)
             summary["verified"] = accuracy(final) | {word: counts[word] for word in VERDICTS}
         scores.setdefault(decoding, {})[name] = summary
@@ -500,21 +453,23 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
 
 
 def details_table(suite: Suite, scores: Scores) -> str:
-    """Write the details in Markdown: a row for each benchmark and decoding."""
+    """Write the details in Markdown: a row for each benchmark and decoding.
+
+    A reward of your own may need no box, so its rows do not say how many boxes are missing.
+    """
     summaries = [(b, name, scores[name][b.key]) for name in scores for b in suite]
-    ks = sorted({k for *_, summary in summaries for k in summary["pass_at_k"]})
     rows = []
     for benchmark, decoding, summary in summaries:
-        chances = {k: f"{chance:.2f}" for k, chance in summary["pass_at_k"].items()}
+        own_reward = any("row" in problem for problem in suite[benchmark])
         row = {
             "benchmark": benchmark.title,
             "decoding": decoding,
             "problems x samples": f"{summary['problems']} x {summary['samples']}",
             "mean@N": progress.with_error(summary, digits=2),
-            **{f"pass@{k}": chances.get(k, "") for k in ks},
+            "pass@N": f"{summary['pass_at_k'][summary['samples']]:.2f}",
             "tokens": f"{summary['response_length']:.1f}",
             "truncated": f"{summary['truncated_fraction']:.1%}",
-            "no box": f"{summary['no_box_fraction']:.1%}",
+            "no box": "" if own_reward else f"{summary['no_box_fraction']:.1%}",
         }
         if "verified" in summary:
             verified = summary["verified"]
@@ -522,8 +477,7 @@ def details_table(suite: Suite, scores: Scores) -> str:
             row["CORRECT (changed)"] = str(verified["CORRECT"])
             row |= {verdict: str(verified[verdict]) for verdict in VERDICTS[1:]}
         rows.append(row)
-    names = list(dict.fromkeys(name for row in rows for name in row))  # a row may lack some
-    return markdown([names, *([row.get(name, "") for name in names] for row in rows)])
+    return markdown([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -540,51 +494,11 @@ def file_name(model: str) -> str:
     return re.sub(r"[^\w.]+", "-", model).strip("-")
 
 
-# The names in an output directory. The settings are written before the others.
-WRITTEN = "settings.json", "samples*.jsonl", "verdicts-*.jsonl", "scores*.json", "table*.md"
-
-
-# Flags that change no response. All others must be those of the stored samples.
-HARMLESS = {"model", "benchmarks", "decoding", "data_dir", "samples", "limit"}
-HARMLESS |= {"rollout_batch_size", "reward", "verifier", "output"}
-
-
-def check_samples(folder: Path, cfg: Config) -> None:
-    """Raise InputError if the directory holds samples of other flags or other weights."""
-    flags = {name: value for name, value in asdict(cfg).items() if name not in HARMLESS}
-    flags["weights"] = weights_of(cfg.model)
-    if cfg.chat_template not in ("", "none"):
-        flags["chat_template"] = fingerprint(Path(cfg.chat_template).read_text("utf-8-sig"))
-    path = folder / "settings.json"
-    if not any(file.stat().st_size > 0 for file in folder.glob("*.jsonl")):
-        write_whole(path, json.dumps(flags, indent=2) + "\n")
-    try:
-        # A flag that is newer than the directory had its default.
-        stored = asdict(type(cfg)(cfg.model)) | json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"--output {folder}: {error}; name another directory") from error
-    # A script that extends this one can have stored a flag of its own.
-    for name in [*flags, *sorted(stored.keys() - asdict(cfg).keys() - {"weights"})]:
-        if stored.get(name) != flags.get(name):
-            was = f"drawn with --{name} {stored.get(name)!r}, not {flags.get(name)!r}"
-            was = f"of other weights than --model {cfg.model}" if name == "weights" else was
-            raise InputError(f"--output {folder}: holds samples {was}; name another directory")
-
-
 def load(name: str, chat_template: str = "") -> tuple[Model, Tokenizer]:
-    """Load a model and its tokenizer: in bfloat16 on this rank's GPU, in float32 on a CPU.
-
-    The ranks of a host take turns. A float32 checkpoint becomes bfloat16 in host memory, which may
-    have no room for one copy for each rank.
-    """
+    """Load a model and its tokenizer: in bfloat16 on this rank's GPU, in float32 on a CPU."""
     device = distributed.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    local_rank, local_ranks = distributed.place_on_host()
-    for turn in range(local_ranks):
-        if turn == local_rank:
-            model = rollout.load_model(name, dtype, device)
-        distributed.barrier()
-    return model, rollout.load_tokenizer(name, chat_template)
+    return rollout.load_model(name, dtype, device), rollout.load_tokenizer(name, chat_template)
 
 
 def check_flags(cfg: Config) -> None:
@@ -593,76 +507,50 @@ def check_flags(cfg: Config) -> None:
     for name, value in least.items():
         if getattr(cfg, name) < value:
             raise InputError(f"--{name} {getattr(cfg, name)}: must be at least {value}")
-    if cfg.reward and not any(Path(name).suffix in FILES for name in cfg.benchmarks):
-        raise InputError(f"--reward {cfg.reward}: name a file in --benchmarks, which it grades")
-    if cfg.reward and cfg.verifier:
-        raise InputError(f"--verifier {cfg.verifier}: judges mathematics, not a --reward")
-    rollout.load_tokenizer(cfg.model, cfg.chat_template)  # a wrong name fails here, not after hours
-    if cfg.verifier:
+    if cfg.verifier:  # a wrong name fails here, not after hours
         rollout.load_tokenizer(cfg.verifier)
-
-
-def refuse_other_programs(folder: Path) -> None:
-    """Raise InputError if the directory has a settings.json that eval.py did not write."""
-    settings = folder / "settings.json"
-    if settings.exists() and '"weights"' not in settings.read_text("utf-8"):
-        what = "settings.json is another program's; name another directory"
-        raise InputError(f"--output {folder}: holds no evaluation: {what}")
-
-
-def grader_names(cfg: Config) -> list[str]:
-    """Say what grades the responses: a name for each line of the results table."""
-    names = ["reward" if cfg.reward else "rule"]
-    if cfg.reward and any(Path(name).suffix not in FILES for name in cfg.benchmarks):
-        names = ["reward (files), rule (others)"]
-    return [*names, f"rule, then {cfg.verifier}"] if cfg.verifier else names
 
 
 def run(cfg: Config) -> None:
     """Sample, grade, judge and print. Raises InputError, or Stopped if a stop was asked for."""
-    folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
     with distributed.raised_on_all():
         check_flags(cfg)
         decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
-        own_reward = {"reward_fingerprint": reward_fingerprint(cfg.reward)} if cfg.reward else {}
-        options = {"whole_rows": bool(cfg.reward)}
-        suite = load_benchmarks(cfg.benchmarks, cfg.data_dir, cfg.samples, cfg.limit, **options)
-        if rank() == 0:  # alone: a network file system remembers a missing name for a minute
-            refuse_other_programs(folder)
+        suite = load_benchmarks(cfg.benchmarks, cfg.samples, cfg.limit, bool(cfg.reward))
+    folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
+    if distributed.on_rank_0((folder / "config.json").exists):
+        raise InputError(f"--output {folder}: holds a run or a model; name another directory")
     claim(folder)
-    with distributed.raised_on_all():
-        if rank() == 0:
-            check_samples(folder, cfg)
-    journal, problems = Journal(folder / "samples.jsonl"), problems_by_key(suite, decodings)
+    weights = distributed.on_rank_0(lambda: weights_of(cfg.model))
     model, tokenizer = load(cfg.model, cfg.chat_template)
     if not tokenizer.chat_template:
         progress.say(f"{cfg.model} has no chat template: problems go in as plain text")
+    problems = problems_by_key(suite, decodings, tokenizer, cfg, weights)
+    journal = Journal(folder / "samples.jsonl")
     stop.listen()
     sample_suite(model, tokenizer, problems, decodings, journal, cfg)
     del model  # its memory is the verifier's
-    try:
-        samples = grade(journal, problems, reward)
-    except RewardError:
-        if stop.asked:  # SIGTERM also ends a reward's processes
-            raise Stopped from None
-        raise
-    verdicts = judge(problems, samples, folder, cfg) if cfg.verifier else None
-    scores = summarize(samples, verdicts)
+    samples = grade(journal, problems, reward)
+    graders, verdicts = [f"{cfg.reward} (the six: rule)" if cfg.reward else "rule"], None
+    if cfg.verifier:
+        graders += [f"{graders[0]}, then {cfg.verifier}"]
+        model, tokenizer = load(cfg.verifier)
+        stored, batch_size = Journal(folder / "verdicts.jsonl"), cfg.rollout_batch_size
+        weights = distributed.on_rank_0(lambda: weights_of(cfg.verifier))
+        verdicts = judge(model, tokenizer, problems, samples, stored, weights, batch_size)
+    scores = summarize(problems, samples, verdicts)
     if rank() == 0:
-        text = results_table(cfg.model, suite, scores, grader_names(cfg))
+        text = results_table(cfg.model, suite, scores, graders)
         text += "\n" + details_table(suite, scores)
-        document = {"flags": asdict(cfg), "scores": scores} | own_reward
-        document = json.dumps(document, indent=2) + "\n"
-        # The next command replaces table.md. Each verifier's own table stays.
-        for name in {"", cfg.verifier and f"-{file_name(cfg.verifier)}"}:
-            write_whole(folder / f"table{name}.md", text)
-            write_whole(folder / f"scores{name}.json", document)
+        write_whole(folder / "table.md", text)
+        document = {"flags": asdict(cfg), "scores": scores}
+        write_whole(folder / "scores.json", json.dumps(document, indent=2) + "\n")
         print(f"\n{text}")
 
 
 def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
-        cfg = distributed.broadcast(parse_flags(Config, __doc__.split("\n")[0], argv))
+        cfg = parse_flags(Config, __doc__.split("\n")[0], argv)
         progress.quiet_libraries()
         progress.report_environment(weights="bfloat16")
         try:

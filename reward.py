@@ -7,20 +7,20 @@ The final answer is the content of the last complete \boxed{...}. support/answer
 two answers are equal. load_reward loads a reward of your own.
 """
 
-import copy
 import importlib.util
 import math
 import numbers
-import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from support import distributed
 from support.answers import math_equal, rounds_to
 from support.errors import RewardError
-from support.files import fingerprint
+from support.progress import track
+from support.stop import stop
 
 Reward = Callable[[str, dict], float]  # of a response's text and its problem
 
@@ -50,11 +50,14 @@ def last_box(text: str) -> str | None:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} or \fbox{...}, or None without one."""
+    r"""Return the content of the last complete \boxed{...} or \fbox{...}.
+
+    Returns None if there is no such box, and if it is empty.
+    """
     if not isinstance(response, str):
         return None
     last = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
-    return last_box(response[max(0, last - WINDOW // 2) : last + WINDOW])
+    return last_box(response[max(0, last - WINDOW // 2) : last + WINDOW]) or None
 
 
 def is_correct(response: str, gold: str) -> bool:
@@ -74,12 +77,12 @@ def math_reward(response: str, gold: str) -> float:
 
 
 def load_reward(spec: str = "") -> Reward:
-    """Return the reward function that training calls: (text of a response, problem) -> float.
+    """Return the reward of training and evaluation: a function of a response's text and a problem.
 
     spec: the value of --reward. If it is empty, the reward is math_reward with problem["answer"].
     With FILE.py:FUNCTION, the reward is your own FUNCTION(text, row), which returns a number. The
-    row is problem["row"], the problem's row of the data file with all its columns. FILE.py may
-    import modules from its own folder.
+    row is problem["row"], the problem's row of the data file with all its columns. A problem
+    without "row" keeps math_reward. FILE.py may import modules from its own folder.
 
     Raises RewardError if the function cannot be loaded. The returned function raises RewardError if
     your function fails or returns no finite number.
@@ -89,13 +92,9 @@ def load_reward(spec: str = "") -> Reward:
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
         raise RewardError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
-    path = Path(file).resolve()
     # At the end of the path, because a file in that folder must not replace eval.py or a package.
-    sys.path.append(str(path.parent))
-    # A process that your function starts imports the file by its name, if that is not another's.
-    found = importlib.util.find_spec(path.stem) if "." not in path.stem else None
-    own = path.stem if found and found.origin == str(path) else "reward_of_the_users_own"
-    module_spec = importlib.util.spec_from_file_location(own, path)
+    sys.path.append(str(Path(file).resolve().parent))
+    module_spec = importlib.util.spec_from_file_location("reward_of_your_own", file)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
@@ -106,17 +105,11 @@ def load_reward(spec: str = "") -> Reward:
         raise RewardError(f"--reward {spec}: {file} has no function {name}")
 
     def reward(text: str, problem: dict) -> float:
-        process = os.getpid()
+        if "row" not in problem:
+            return math_reward(text, problem["answer"])
         try:
-            # A copy: if the function changes the row, the next response must not be graded by that.
-            value = function(text, copy.deepcopy(problem["row"]))
-        except BaseException as error:  # also exit() in code that the function runs
-            if os.getpid() != process:  # a process that the function has forked ends here
-                code = getattr(error, "code", 1)  # sys.exit has one
-                os._exit(code if isinstance(code, int) else int(code is not None))
-            # A process pool hands over its process's Ctrl-C, with a cause. One's own has none.
-            if isinstance(error, KeyboardInterrupt) and not error.__cause__:
-                raise
+            value = function(text, dict(problem["row"]))  # a copy: other responses need the row too
+        except (Exception, SystemExit) as error:  # also exit() in code that the function runs
             raise RewardError(f"--reward {spec}: {described(error)}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
@@ -125,12 +118,23 @@ def load_reward(spec: str = "") -> Reward:
     return reward
 
 
-def reward_fingerprint(spec: str) -> str:
-    """Return the hash of FILE.py in FILE.py:FUNCTION, as config.json and scores.json have it."""
-    return fingerprint(Path(spec.rpartition(":")[0]).read_bytes())
-
-
 def described(error: BaseException) -> str:
     """Describe an exception in one line, with the file and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{error!r} at {frame.filename}, line {frame.lineno}"
+
+
+def reward_all(reward: Reward, texts: Iterable[str], problems: list[dict]) -> list[float]:
+    """Reward this rank's responses, with a progress bar. Every rank must call this.
+
+    texts: of the responses; problems: the problem of each. If the reward fails on one rank, all
+    ranks raise its RewardError. If a stop was asked for, all ranks raise Stopped.
+    """
+    rewards = []
+    with distributed.raised_on_all():
+        for text, problem in zip(texts, track(problems, "rewards"), strict=True):
+            if stop.asked:
+                break
+            rewards.append(reward(text, problem))
+    stop.leave_if_asked()
+    return rewards

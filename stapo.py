@@ -43,11 +43,10 @@ import torch
 from torch.optim import Optimizer
 
 import eval as evaluation
-from reward import Reward, load_reward
+from reward import Reward, load_reward, reward_all
 from rollout import (
     INSTRUCTION,
     Policy,
-    Response,
     Tokenizer,
     TokenStats,
     encode_prompt,
@@ -421,7 +420,8 @@ def collect(
         responses = in_order(stop.together(sample(model, task.tokenizer, prompts, **options)))
     # The metrics count a response with a reward above 0 as right. So a length penalty here would
     # lower `accuracy`, too.
-    rewards = torch.tensor(grade(task.reward, responses, problems), dtype=torch.float64)  # (B,)
+    texts = [response.text for response in responses]
+    rewards = torch.tensor(reward_all(task.reward, texts, problems), dtype=torch.float64)  # (B,)
     advantages = group_advantages(rewards.float().view(-1, cfg.group_size)).flatten()  # (B,)
     ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
     old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
@@ -443,19 +443,6 @@ def collect(
         for problem, response, reward, advantage in rows
     ]
     return batch, samples
-
-
-def grade(reward: Reward, responses: list[Response], problems: list[dict]) -> list[float]:
-    """Reward each response. If one rank fails or stops, all ranks raise RewardError or Stopped."""
-    rewards = []
-    pairs = list(zip(responses, problems, strict=True))
-    with distributed.raised_on_all():
-        for response, problem in progress.track(pairs, "rewards"):
-            if stop.asked:
-                break
-            rewards.append(reward(response.text, problem))
-    stop.leave_if_asked()
-    return rewards
 
 
 class Task(NamedTuple):

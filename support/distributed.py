@@ -130,12 +130,6 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def place_on_host() -> tuple[int, int]:
-    """This rank's number among the ranks of its host, and the most ranks that a host has."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    return local_rank, all_max(local_rank + 1)
-
-
 def all_sum(values: dict[str, Any]) -> dict[str, float]:
     """Sums over ranks of numbers or 0-dim tensors, in float64, which keeps counts exact."""
     sums = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)

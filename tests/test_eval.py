@@ -1,8 +1,6 @@
 """The evaluation: exact scores of a scripted model, interruption, ranks, the verifier, errors."""
 
-import contextlib
 import copy
-import gc
 import itertools
 import json
 import math
@@ -13,39 +11,40 @@ import shutil
 import signal
 import time
 import weakref
-from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pytest
-import torch
 from helpers import BENCHMARKS, TINY, read_rows, write_rows
 from ranks import launch
 from transformers import PreTrainedConfig
 
 import eval as evaluation
 from reward import is_correct
-from rollout import INSTRUCTION, Response, load_model, load_tokenizer
+from rollout import INSTRUCTION, Response
 from support import distributed, journal, models
-from support.errors import InputError
-from support.stop import Stopped
 
-RESULTS = {".lock", ".process", "samples.jsonl", "settings.json", "scores.json", "table.md"}
+RESULTS = {".lock", "samples.jsonl", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
 class Letters:
     """A tokenizer whose ids are code points, so that a fake model can read its prompts."""
 
-    chat_template = None
     eos_token_id = None
     added_tokens_decoder = {
         90: SimpleNamespace(content="<|end|>", special=True),
         91: SimpleNamespace(content="<think>", special=False),
     }
 
-    def __call__(self, text: str) -> SimpleNamespace:
+    def __init__(self, template: str = ""):
+        self.chat_template = Path(template).read_text() if template else None
+
+    def apply_chat_template(self, turns: list[dict], **_) -> str:
+        return turns[0]["content"] + "\n"
+
+    def __call__(self, text: str, **_) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
 
@@ -70,7 +69,7 @@ class Scripted:
         self.script, self.before = script, {}
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
-        monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda *_: Letters())
+        monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda _, *file: Letters(*file))
         monkeypatch.setattr(models, "load_config", lambda name: None)
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: Named(name))
 
@@ -125,7 +124,7 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
         number = prompt.split("\n")[0].removeprefix("problem ")
         assert prompt == f"problem {number}\n{INSTRUCTION}\n"
         if number == "1":
-            return "no idea", 100, True
+            return "no idea: \\boxed{ }", 100, True
         return ("\\boxed{7}" if next(turns[number]) else "\\boxed{8}"), 20, False
 
     Scripted(monkeypatch, script)
@@ -144,6 +143,13 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
     assert (found["problems"], found["samples"]) == (4, 4)
     assert found["response_length"] == pytest.approx((3 * 20 + 100) / 4)
     assert (found["truncated_fraction"], found["no_box_fraction"]) == (0.25, 0.25)
+    names, _, row = (tmp_path / "out" / "table.md").read_text().splitlines()[-3:]
+    cells = dict(zip(*(line.strip("| ").split(" | ") for line in (names, row)), strict=True))
+    assert cells == {
+        **{"benchmark": "four", "decoding": "training", "problems x samples": "4 x 4"},
+        **{"mean@N": "43.75 ± 21.35", "pass@N": "75.00", "tokens": "40.0"},
+        **{"truncated": "25.0%", "no box": "25.0%"},
+    }
 
 
 def test_scores_say_which_problems_they_are_over(tmp_path, monkeypatch):
@@ -185,17 +191,16 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
 
 
 def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
+    """A file with the name of a benchmark is that benchmark, in any of the three formats."""
     Scripted(monkeypatch, lucky)
-    for benchmark in evaluation.BENCHMARKS:
-        write_problems(tmp_path / f"{benchmark.key}.jsonl", 2)
-    (tmp_path / "amc23.jsonl").unlink()
-    text = "[" + ",".join((tmp_path / "minerva.jsonl").read_text().splitlines()) + "]"
-    (tmp_path / "minerva.jsonl").unlink()
-    (tmp_path / "minerva.json").write_text(text)
-    (tmp_path / "minerva.parquet").touch()  # not read: --help has it behind .json
-    rows = {"problem": ["problem 0", "problem 1"], "answer": ["7", "7"]}
-    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "amc23.parquet")
-    scores = run(tmp_path / "out", "--data_dir", tmp_path)
+    rows = [{"problem": f"problem {i}", "answer": "7"} for i in (0, 1)]
+    files = [str(tmp_path / f"{benchmark.key}.jsonl") for benchmark in evaluation.BENCHMARKS]
+    for file in files:
+        write_rows(Path(file), *rows)
+    files[2:4] = [str(tmp_path / "amc23.parquet"), str(tmp_path / "math500.json")]
+    datasets.Dataset.from_list(rows).to_parquet(files[2])
+    Path(files[3]).write_text(json.dumps(rows))
+    scores = run(tmp_path / "out", "--benchmarks", *files)
     header, _, row = (tmp_path / "out" / "table.md").read_text().splitlines()[:3]
     titles = "AIME24 | AIME25 | AMC23 | MATH500 | Minerva | OlympiadBench | mean"
     assert header == f"| model | decoding | graded by | {titles} |"
@@ -302,64 +307,35 @@ def test_what_ends_one_rank_costs_none_of_the_responses(
     assert len(files) == 3, "each rank has its own"
     rows = b"".join(file.read_bytes() for file in files).splitlines(keepends=True)
     assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
-    assert len({*rows} & {*whole.splitlines(keepends=True)}) == len(rows)
+    ungraded = re.sub(rb'"correct": \w+', b'"correct": null', whole).splitlines(keepends=True)
+    assert len({*rows} & {*ungraded}) == len(rows)
     codes = launch(scripted_rank, ranks_after, tmp_path / "log", parts, many, {})
     assert codes == [0] * ranks_after
     assert (parts / "samples.jsonl").read_bytes() == whole
 
 
-def test_files_of_ranks_are_found_that_a_listing_has_not_yet(tmp_path, monkeypatch):
-    """Another host's, on a file system that keeps a directory's listing for a minute."""
-    row = {"benchmark": "a", "decoding": "training", "problem": 0, "correct": True}
-    for number in (0, 1, 2):
-        file = evaluation.Journal.file_of(SimpleNamespace(path=tmp_path / "samples.jsonl"), number)
-        file.write_text(json.dumps(row | {"sample": number}) + "\n")
-    with (tmp_path / "samples.jsonl").open("a") as merged:  # an older grade of rank 1's row
-        merged.write(json.dumps(row | {"sample": 1, "correct": False}) + "\n")
-    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
-    monkeypatch.setattr(journal, "world_size", lambda: 4)
-    rows = evaluation.Journal(tmp_path / "samples.jsonl").rows.values()
-    assert [row["correct"] for row in rows] == [True] * 3
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
-
-
-def rank_on_a_host_of_its_own(folder: Path, flags: list) -> None:
-    own = folder / os.environ["RANK"]
-    own.mkdir()
-    os.chdir(own)
-    Scripted(pytest.MonkeyPatch(), lucky)
-    evaluate(Path("out"), *flags)
-
-
-def test_a_file_system_that_ranks_do_not_share_is_one_clear_line(tmp_path, many):
-    """Two hosts see two directories under one name."""
-    assert all(launch(rank_on_a_host_of_its_own, 2, tmp_path / "log", tmp_path, many))
-    said = Path(f"{tmp_path}/log.1").read_text()
-    assert re.search("^eval.py: --output out: .* that all hosts share", said, re.MULTILINE), said
-
-
-def load_on_two_hosts(folder: Path) -> None:
-    """Four ranks on two hosts: the two that load first wait until both have begun."""
-    rank, patch = int(os.environ["RANK"]), pytest.MonkeyPatch()
-    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
-    Scripted(patch, lucky)
-
-    def load_model(*_):
-        (folder / f"began-{rank}").touch()
-        deadline = time.monotonic() + 20
-        while not (folder / f"began-{(rank + 2) % 4}").exists():
-            assert time.monotonic() < deadline, "the hosts wait for each other"
-            time.sleep(0.01)
-        begun = {other for other in range(4) if (folder / f"began-{other}").exists()}
-        assert begun == ({0, 1, 2, 3} if rank % 2 else {0, 2})
-
-    patch.setattr(evaluation.rollout, "load_model", load_model)
+def merge_late(folder: Path) -> None:
+    """Rank 1 writes a row after rank 0 has asked for a merge. Then each rank grades its own row."""
     with distributed.session("eval.py"):
-        evaluation.load("M")
+        rows, rank = evaluation.Journal(folder / "samples.jsonl"), distributed.rank()
+        keys = [evaluation.Key("a", "training", 0, sample, "") for sample in (0, 1)]
+        time.sleep(rank)
+        rows.add(keys[rank], {"response": f"of rank {rank}"})
+        rows.merge()
+        assert [rows.rows[key]["response"] for key in keys] == ["of rank 0", "of rank 1"]
+        time.sleep(rank)
+        assert list(rows.responses([keys[rank]])) == [f"of rank {rank}"]
+        rows.merge({keys[rank]: {"correct": rank == 0}})
+        assert [rows.rows[key]["correct"] for key in keys] == [True, False]
 
 
-def test_ranks_of_one_host_load_in_turn_and_hosts_at_once(tmp_path):
-    assert launch(load_on_two_hosts, 4, tmp_path / "log", tmp_path) == [0] * 4
+def test_a_merge_waits_for_every_rank(tmp_path):
+    assert launch(merge_late, 2, tmp_path / "log", tmp_path) == [0, 0]
+    rows = read_rows(tmp_path / "samples.jsonl")
+    assert [(row["response"], row["correct"]) for row in rows] == [
+        ("of rank 0", True),
+        ("of rank 1", False),
+    ]
 
 
 # ------------------------------------------------------------------------- what a rerun may change
@@ -371,7 +347,7 @@ def test_a_users_copy_of_a_ranks_file_is_neither_merged_nor_deleted(tmp_path):
     assert journal.Journal(tmp_path / "samples.jsonl").rows == {} and copy.exists()
 
 
-def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, monkeypatch):
+def test_more_samples_and_decodings_join(tmp_path, monkeypatch):
     fake = Scripted(monkeypatch, lucky)
     flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3)]
     run(tmp_path / "out", *flags, "--decoding", "training", "--samples", 2)
@@ -379,7 +355,7 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
     assert first == run(tmp_path / "whole", *flags, "--decoding", "training")
     assert len(fake.asked) == 2 * 12, "samples that are there are kept"
     several = ["training", "0.6,0.95", "0,1"]
-    found = run(tmp_path / "out", *flags, "--decoding", *several, "1.0,1")
+    found = run(tmp_path / "out", *flags, "--decoding", *several)
     assert found["training"] == first["training"] and list(found) == several
     assert fake.decoded[-3:] == [(1, 1), (0.6, 0.95), (0, 1)]
     assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
@@ -389,91 +365,44 @@ def test_more_samples_and_decodings_join_and_other_flags_are_refused(tmp_path, m
     found = found["training"]["few"]
     assert (found["problems"], found["samples"]) == (1, 2), "the rest stays, and is not scored"
     assert len(read_rows(tmp_path / "out/samples.jsonl")) == 2 * 12 + 3
-    for name, began, other in (
-        *(("seed", 0, 5), ("max_new_tokens", 20480, 9)),
-        ("instruction", repr(INSTRUCTION), "other words"),
-        ("chat_template", "''", "none"),
-    ):
-        held = re.escape(f"holds samples drawn with --{name} {began}, not {other!r}")
-        with pytest.raises(SystemExit, match=f"--output .*out: {held}"):
-            run(tmp_path / "out", *flags, f"--{name}", other)
-    file, text = tmp_path / "few.jsonl", (tmp_path / "few.jsonl").read_text()
-    others = ["".join(reversed(text.splitlines(True))), text.replace("7", "9")]
-    for other in (*others, text.replace("problem 1", "problem 11")):
-        file.write_text(other)
-        with pytest.raises(SystemExit, match="holds responses to another few; delete it"):
-            run(tmp_path / "out", *flags)
-    assert len(fake.asked) == 3 * 12 + 3
-    flags += ["--decoding", "0,1", "--chat_template", tmp_path / "own.jinja"]
-    for text in ("first", "second"):  # in a file whose name stays
-        (tmp_path / "own.jinja").write_text(text)
-        refusal = pytest.raises(SystemExit, match="holds samples drawn with --chat_template")
-        with refusal if text == "second" else contextlib.nullcontext():
-            run(tmp_path / "templates", *flags)
 
 
-def test_a_new_flag_belongs_to_the_samples_unless_it_is_named_as_harmless(tmp_path, monkeypatch):
-    """A directory from before the flag has its default."""
-    more = make_dataclass("More", [("shots", int, 0)], bases=(evaluation.Config,))
-    monkeypatch.setattr(evaluation, "weights_of", lambda name: "weights")
-    (tmp_path / "samples.jsonl").touch()  # nothing is sampled yet
-    for seed in (5, 0):
-        evaluation.check_samples(tmp_path, evaluation.Config("M", seed=seed))
-    write_rows(tmp_path / "samples.jsonl", {})
-    harmless = {"samples": 9, "limit": 9, "rollout_batch_size": 9, "data_dir": "D", "reward": "R"}
-    harmless |= {"benchmarks": ["B"], "decoding": ["0,1"], "verifier": "V", "output": "O"}
-    evaluation.check_samples(tmp_path, more("M", **harmless))
-    with pytest.raises(InputError, match="drawn with --shots 0, not 5"):
-        evaluation.check_samples(tmp_path, more("M", shots=5))
-    (tmp_path / "samples.jsonl").write_text("")
-    evaluation.check_samples(tmp_path, more("M", shots=5))
-    write_rows(tmp_path / "samples.jsonl", {})
-    with pytest.raises(InputError, match="drawn with --shots 5, not None"):
-        evaluation.check_samples(tmp_path, evaluation.Config("M"))
-
-
-def test_other_weights_under_the_same_name_are_refused(tmp_path, monkeypatch):
-    """A folder that was trained again, and a Hub id whose commit is another; copies are the same.
-
-    Of the verifier other weights are asked again.
-    """
-    fake, commits = Scripted(monkeypatch, lucky), {"M": "1a"}
-    path = lambda name, file: f"{tmp_path}/snapshots/{commits[name]}/{file}"  # noqa: E731
-    monkeypatch.setattr(models, "try_to_load_from_cache", path)
-    flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3), "--decoding", "0,1"]
-    values, (first, copied, judge) = torch.rand(3_000_000), map(tmp_path.joinpath, "fcj")
-    for folder in (first, judge):  # 12 MB, of which samples are read
+def test_responses_of_other_flags_problems_or_weights_stay_and_are_not_used(
+    tmp_path, monkeypatch, capfd
+):
+    """In one directory each command samples once, and gives what it gives in a new directory."""
+    fake, file = Scripted(monkeypatch, lucky), tmp_path / "few.jsonl"
+    (tmp_path / "own.jinja").write_text("a template")
+    text = Path(write_problems(file, 3)).read_text()
+    folders = [tmp_path / "model", tmp_path / "trained", tmp_path / "copied"]
+    for folder in folders[:2]:
         folder.mkdir()
-        (folder / "model.safetensors").write_bytes(values.numpy().tobytes())
-    run(tmp_path / "hub", *flags)
-    run(tmp_path / "out", *flags, "--model", first)
-    shutil.copytree(first, copied)
-    values[2_000_000:] *= 1 + 1e-6  # a matrix far behind the start
-    trained = values.numpy().tobytes()
-    (first / "model.safetensors").write_bytes(trained)
-    commits["M"] = "2b"
-    for output, name in (("hub", "M"), ("out", first)):
-        with pytest.raises(
-            SystemExit, match=f"{output}: holds samples of other weights than --model"
-        ):
-            run(tmp_path / output, *flags, "--model", name)
-    (copied / "notes.txt").write_text("copied")
-    run(tmp_path / "out", *flags, "--model", copied)
-    assert len(fake.asked) == 2 * 3
-    names = "config.json generation_config.json tokenizer.json vocab.json merges.txt spiece.model "
-    names += "added_tokens.json special_tokens_map.json chat_template.jinja pytorch_model-1.bin "
-    for name in (names + "model.safetensors.index.json").split():  # another model, too
-        (copied / name).write_text("{}")
-        with pytest.raises(SystemExit, match="out: holds samples of other weights than --model"):
-            run(tmp_path / "out", *flags, "--model", copied)
-        (copied / name).unlink()
-    asked = []
-    for _ in range(2):
-        for _ in range(2):
-            run(tmp_path / "out", *flags, "--model", copied, "--verifier", judge)
-            asked.append(sum(model == str(judge) for model, _ in fake.asked))
-        (judge / "model.safetensors").write_bytes(trained)
-    assert asked == [asked[0], asked[0], 2 * asked[0], 2 * asked[0]] and asked[0] > 0
+        (folder / "model.safetensors").write_bytes(os.urandom(99))
+    shutil.copytree(folders[0], folders[2])
+    cases = [  # number of responses that are new, flags, file
+        (6, [], text),
+        (6, ["--seed", 5], text),
+        (6, ["--max_new_tokens", 9], text),
+        (6, ["--instruction", "other words"], text),
+        (6, ["--chat_template", tmp_path / "own.jinja"], text),
+        (2, [], text.replace("problem 1", "problem 11")),
+        (6, [], text.replace("7", "9")),
+        *((new, ["--model", folder], text) for new, folder in zip((6, 6, 0), folders)),
+    ]
+
+    def run_case(output: Path, flags: list, rows: str) -> dict:
+        file.write_text(rows)
+        flags = ["--benchmarks", file, "--samples", 2, "--decoding", "training", *flags]
+        return run(output, *flags)
+
+    expected = [run_case(tmp_path / f"{i}", *case[1:]) for i, case in enumerate(cases)]
+    for round in (1, 2):
+        for scores, (new, *case) in zip(expected, cases):
+            asked = len(fake.asked)
+            assert run_case(tmp_path / "out", *case) == scores
+            assert len(fake.asked) - asked == (new if round == 1 else 0)
+    assert len(read_rows(tmp_path / "out/samples.jsonl")) == sum(new for new, *_ in cases)
+    assert "6 stored responses to other problems" in capfd.readouterr().err
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
@@ -483,11 +412,13 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     run(tmp_path / "one", *flags)
     run(tmp_path / "two", "--benchmarks", other, *flags[1:], "--decoding", "justrl", "training")
     run(tmp_path / "three", *flags, "--seed", 1)
-    one, two, three = (
+    run(tmp_path / "four", *flags, "--model", "N")
+    one, two, three, four = (
         [row for row in read_rows(tmp_path / name / "samples.jsonl") if row["benchmark"] == "a"]
-        for name in ("one", "two", "three")
+        for name in ("one", "two", "three", "four")
     )
     assert one == two and one != three
+    assert [row["response"] for row in one] == [row["response"] for row in four]
     training, justrl = (
         [row["response"] for row in one if row["decoding"] == name]
         for name in ("training", "justrl")
@@ -498,29 +429,23 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     assert training[::4] != training[1::4], "each sample of a problem has a seed of its own"
 
 
-def test_an_evaluation_keeps_no_response_once_its_row_is_written(tmp_path, monkeypatch):
-    """Neither as a Response nor as a row of ids, prompt included."""
-    made, rows, alive, kept, add = [], set(), [], [], evaluation.Journal.add
+def test_an_evaluation_keeps_of_a_response_what_the_verifier_reads(tmp_path, monkeypatch):
+    """And no Response once its row is written."""
+    made, alive = [], []
 
-    def counted(prompt, ids, *others, **more):
-        made.append(weakref.ref(response := Response(prompt, ids, *others, **more)))
-        rows.add((*prompt, *ids))
-        return response
+    class Watched(Response):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.append(sum(response() is not None for response in made))
+            made.append(weakref.ref(self))
 
-    def adding(*args):
-        alive.append(sum(response() is not None for response in made))
-        if len(alive) == 32:
-            lists = [x for x in gc.get_objects() if type(x) is list and 9 < len(x) < 99]
-            kept.extend(x for x in lists if type(x[0]) is type(x[-1]) is int and tuple(x) in rows)
-        add(*args)
-
-    monkeypatch.setattr(evaluation.rollout, "Response", counted)
-    monkeypatch.setattr(evaluation.Journal, "add", adding)
-    flags = ["--benchmarks", TINY / "test.jsonl", "--limit", 16, "--samples", 2]
-    flags += ["--model", TINY, "--rollout_batch_size", 4, "--max_new_tokens", 40]
-    run(tmp_path / "out", *flags, "--decoding", "training")
-    assert len(made) == len(alive) == 32 and max(alive) <= 4  # as many as end between two looks
-    assert len(rows) > 20 and len(kept) <= 4
+    monkeypatch.setattr("test_eval.Response", Watched)
+    Scripted(monkeypatch, lambda *_: ("x" * 9999 + "\\boxed{7}", 5, False))
+    run(tmp_path / "out", "--benchmarks", write_problems(tmp_path / "few.jsonl", 5))
+    assert len(made) == 40 and max(alive) <= 1
+    rows = evaluation.Journal(tmp_path / "out" / "samples.jsonl").rows.values()
+    assert all(len(repr(row)) < journal.TAIL + 500 for row in rows)
+    assert all(len(row["response"]) > 9999 for row in read_rows(tmp_path / "out/samples.jsonl"))
 
 
 # ------------------------------------------------------------------------------------ the verifier
@@ -562,9 +487,6 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     flags = ["--benchmarks", write_problems(tmp_path / "five.jsonl", 5), "--decoding", "training"]
     flags += ["--samples", 2]
     plain = run(tmp_path / "out", *flags)["training"]["five"]
-    in_memory = evaluation.Journal(tmp_path / "out" / "samples.jsonl").rows.values()
-    assert max(len(repr(row)) for row in in_memory) < journal.TAIL + 500
-    assert all(len(row["response"]) > 5000 for row in read_rows(tmp_path / "out/samples.jsonl"))
     assert plain["mean"] == 20 and "verified" not in plain
     fake.before = {len(fake.asked) + 3: terminate}
     with pytest.raises(SystemExit):  # after three of the judge's eight verdicts
@@ -582,9 +504,6 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     asked = [prompt for model, prompt in fake.asked if model == "org/J"]
     assert len(asked) == 8, "none is asked for twice"
     assert not any("problem 0\n" in prompt for prompt in asked)
-    match = r"^eval.py: --verifier short, max_new_tokens 16: the longest prompt has \d{4} tokens"
-    with pytest.raises(SystemExit, match=match):
-        run(tmp_path / "out", *flags, "--verifier", "short")
     for prompt in asked:
         assert "<reference_answer>\n7\n</reference_answer>" in prompt
         tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
@@ -592,49 +511,39 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| M | training | rule | 20.00 | 20.00 |" in text
     assert "| M | training | rule, then org/J | 40.00 | 40.00 |" in text
-    scores = (tmp_path / "out" / "scores.json").read_text()
-    run(tmp_path / "out", *flags, "--verifier", "org/K")  # another verifier's table and scores
-    assert "| M | training | rule, then org/K |" in (tmp_path / "out" / "table.md").read_text()
-    assert (tmp_path / "out" / "scores-org-J.json").read_text() == scores
-    assert (tmp_path / "out" / "table-org-J.md").read_text() == text
-    assert text.splitlines()[-1].endswith(" 2 | 2 | 2 | 2 |")
-    plain |= {"truncated_fraction": 0.25, "no_box_fraction": 0.5, "response_length": 12.3}
-    table = evaluation.details_table({evaluation.BENCHMARKS[0]: []}, {"justrl": {"aime24": plain}})
-    names, _, row = (line.strip("| ").split(" | ") for line in table.splitlines())
-    cells = {"decoding": "justrl", "problems x samples": "5 x 2", "mean@N": "20.00 ± 20.00"}
-    cells |= {"tokens": "12.3", "truncated": "25.0%", "no box": "50.0%", "pass@2": "20.00"}
-    assert dict(zip(names, row)) | cells == dict(zip(names, row))
-    verified = {"verified": plain | dict.fromkeys(evaluation.VERDICTS, 3)}
-    scores = {"justrl": {"aime24": plain, "aime25": plain | verified}}
-    table = evaluation.details_table({b: [] for b in evaluation.BENCHMARKS[:2]}, scores)
-    assert table.splitlines()[0].endswith("| INVALID | UNREADABLE |")
-    assert [line.count("|") for line in table.splitlines()] == [15] * 4
+    names, _, row = (line.strip("| ").split(" | ") for line in text.splitlines()[-3:])
+    verdicts = {"CORRECT (changed)": "2", "INCORRECT": "2", "INVALID": "2", "UNREADABLE": "2"}
+    assert dict(zip(names, row))["mean@N with verifier"] == "40.00 ± 24.49"
+    assert dict(zip(names, row)).items() >= verdicts.items()
+    match = r"^eval.py: --verifier short, max_new_tokens 16: the longest prompt has \d{4} tokens"
+    with pytest.raises(SystemExit, match=match):
+        run(tmp_path / "out", *flags, "--verifier", "short")
 
 
 def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path, monkeypatch):
-    """A grader of another version, a reply that was read otherwise, another response or problem."""
+    """A grader of another version; another response, problem or verifier."""
     fake = Scripted(monkeypatch, judged)
     file, samples = tmp_path / "few.jsonl", tmp_path / "out" / "samples.jsonl"
     flags = ["--benchmarks", write_problems(file, 3), "--decoding", "0,1", "--verifier", "J"]
     first, whole = run_and_read(tmp_path / "out", flags)
     assert first["0,1"]["few"]["verified"]["mean"] == pytest.approx(200 / 3)
-    verdicts = next((tmp_path / "out").glob("verdicts-*.jsonl"))
-    for path in (samples, verdicts):
-        text = path.read_text().replace('"correct": false', '"correct": ?')
-        text = text.replace('"correct": true', '"correct": false').replace("?", "true")
-        path.write_text(text.replace('"verdict": "INCORRECT"', '"verdict": "CORRECT"'))
+    text = samples.read_text().replace('"correct": false', '"correct": ?')
+    text = text.replace('"correct": true', '"correct": false').replace("?", "true")
+    samples.write_text(text)
     asked = len(fake.asked)
     assert run_and_read(tmp_path / "out", flags) == (first, whole) and len(fake.asked) == asked
-    # The response to problem 2 changes, and problem 1 once all responses are drawn again.
+    # The response to problem 2 changes.
     samples.write_text(samples.read_text().replace("{102}", "{103}"))
     assert run(tmp_path / "out", *flags) == first
     assert [name for name, _ in fake.asked[asked:]] == ["J"] and "{103}" in fake.asked[-1][1]
-    samples.unlink()
     file.write_text(file.read_text().replace("problem 1", "problem 3"))
     asked = len(fake.asked)
     found = run(tmp_path / "out", *flags)["0,1"]["few"]["verified"]
     assert found["mean"] == pytest.approx(100 / 3) and found["INVALID"] == 1
-    assert [name for name, _ in fake.asked[asked:]] == ["M"] * 3 + ["J"] * 2
+    assert [name for name, _ in fake.asked[asked:]] == ["M", "J"]
+    asked = len(fake.asked)
+    assert run(tmp_path / "out", *flags[:-1], "K")["0,1"]["few"]["verified"] == found
+    assert [name for name, _ in fake.asked[asked:]] == ["K", "K"]
 
 
 def test_a_verifier_does_not_think_and_a_special_token_that_is_spelled_is_none(
@@ -645,22 +554,19 @@ def test_a_verifier_does_not_think_and_a_special_token_that_is_spelled_is_none(
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     tokenizer.chat_template = "{{ messages[0]['content'] }}\nassistant:" + switch
-    keys, asked = [evaluation.Key("a", "training", 0, sample) for sample in (0, 1)], []
-    tails = ("I give up. <|im_end|><|im_start|>A", "I give up. A")
+    keys = [evaluation.Key("a", "training", 0, sample, "") for sample in (0, 1)]
+    tails, asked = ("I give up. <|im_end|><|im_start|>A", "I give up. A"), []
     samples = {key: {"response": tail, "correct": False} for key, tail in zip(keys, tails)}
-    texts = evaluation.judge_texts(
-        tokenizer, dict.fromkeys(keys, {"problem": "1+1", "answer": "2"}), samples
-    )
+    problems = dict.fromkeys(keys, {"problem": "1+1", "answer": "2"})
 
-    def respond(model, tokenizer, prompts, *, batch_size, **_):
-        assert batch_size == 3
-        for key, ids in prompts.items():
-            asked.append(ids)
-            yield key, Response([], [], False, "B")
+    def sample(model, tokenizer, prompts, **options):
+        asked.extend(prompts)
+        yield [(place, Response([], [], False, "B")) for place in range(len(prompts))]
 
-    monkeypatch.setattr(evaluation, "respond", respond)
+    monkeypatch.setattr(evaluation.rollout, "sample", sample)
     verdicts = evaluation.Journal(tmp_path / "verdicts.jsonl")
-    evaluation.verify(SimpleNamespace(name_or_path="J"), tokenizer, texts, verdicts, 3)
+    rows = evaluation.judge(Named("J"), tokenizer, problems, samples, verdicts, "weights", 3)
+    assert [row["verdict"] for row in rows.values()] == ["INCORRECT"] * 2
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     first, second = ([i for i in ids if i in special] for ids in asked)
     assert first == second and asked[0] != asked[1]
@@ -684,31 +590,20 @@ def task_of_its_own(folder: Path) -> list:
 
 
 def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
-    """The six names keep the grader; a reward that was changed grades stored responses again."""
+    """The six keep the grader; a reward that was changed grades stored responses again."""
     fake = Scripted(monkeypatch, lambda *_: ("\\boxed{7}", 9, False))
-    write_problems(tmp_path / "aime24.jsonl", 3)
-    flags = [*task_of_its_own(tmp_path), "--data_dir", tmp_path]
-    flags.insert(2, "aime24")
+    flags = task_of_its_own(tmp_path)
+    flags.insert(2, write_problems(tmp_path / "aime24.jsonl", 3))
     found = run(tmp_path / "out", *flags)["training"]
     assert found["task"]["mean"] == pytest.approx(100 / 6) and found["aime24"]["mean"] == 100
-    row = "| M | training | reward (files), rule (others) | 16.67 | 100.00 |"
-    assert row in (tmp_path / "out/table.md").read_text()
-    scores, text = tmp_path / "out/scores.json", (tmp_path / "own.py").read_text()
-    before = json.loads(scores.read_text())["reward_fingerprint"]
+    table = (tmp_path / "out/table.md").read_text()
+    assert f"| M | training | {tmp_path}/own.py:level (the six: rule) | 16.67 | 100.00 |" in table
+    ends = [row.split(" | ")[-1] for row in table.splitlines()[-2:]]
+    assert ends == [" |", "0.0% |"], "a task of its own may need no box"
+    text = (tmp_path / "own.py").read_text()
     (tmp_path / "own.py").write_text(text.replace("== 0 else", "< 3 else"))
     assert run(tmp_path / "out", *flags)["training"]["task"]["mean"] == 50
-    assert json.loads(scores.read_text())["reward_fingerprint"] != before
     assert len(fake.asked) == 6 + 3
-
-
-def test_a_reward_whose_processes_end_at_a_stop_has_not_failed(tmp_path, monkeypatch):
-    """SIGTERM to all processes of a job ends those of the reward before the program leaves."""
-    Scripted(monkeypatch, lucky)
-    flags = task_of_its_own(tmp_path)
-    code = "import os, signal\ndef level(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    1/0\n"
-    (tmp_path / "own.py").write_text(code)
-    with pytest.raises(Stopped):
-        run(tmp_path / "out", *flags)
 
 
 def test_a_reward_that_fails_on_one_rank_ends_all_and_keeps_the_responses(tmp_path, monkeypatch):
@@ -723,7 +618,6 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_keeps_the_responses(tmp_pa
     (tmp_path / "fail").unlink()
     fake = Scripted(monkeypatch, lucky)
     assert run(tmp_path / "out", *flags)["training"]["task"]["mean"] == pytest.approx(100 / 6)
-    assert "| M | training | reward | 16.67 |" in (tmp_path / "out/table.md").read_text()
     assert not fake.asked
 
 
@@ -733,16 +627,12 @@ def test_a_reward_that_fails_on_one_rank_ends_all_and_keeps_the_responses(tmp_pa
 @real_files
 def test_the_real_benchmarks_load_with_their_row_counts():
     keys = [benchmark.key for benchmark in evaluation.BENCHMARKS]
-    suite = evaluation.load_benchmarks(keys, str(BENCHMARKS))
+    suite = evaluation.load_benchmarks([f"{BENCHMARKS}/{key}.jsonl" for key in keys])
     assert [len(problems) for problems in suite.values()] == [30, 30, 40, 500, 272, 674]
     assert [benchmark.samples for benchmark in suite] == [32, 32, 32, 4, 4, 4]
     for problems in suite.values():
         golds = [f"\\boxed{{{problem['answer']}}}" for problem in problems]
         assert all(is_correct(gold, p["answer"]) for gold, p in zip(golds, problems, strict=True))
-
-
-HELD_OUT = ["--benchmarks", TINY / "test.jsonl", "--limit", 6, "--instruction", ""]
-HELD_OUT += ["--max_new_tokens", 48, "--rollout_batch_size", 5]
 
 
 # ------------------------------------------------------------------------------------- wrong input
@@ -767,41 +657,22 @@ def test_a_prompt_that_is_too_long_ends_all_ranks_before_sampling(tmp_path):
     assert not read_rows(tmp_path / "out/samples.jsonl")
 
 
-@pytest.mark.parametrize("decoding", ["training", "0.7,0.9", "0,1"])
-def test_logits_that_are_nan_are_one_clear_line(tmp_path, decoding):
-    model, flags = load_model(str(TINY)), ["--decoding", decoding]
-    torch.nn.init.constant_(model.base_model.norm.weight, math.nan)
-    model.save_pretrained(tmp_path / "model")
-    load_tokenizer(str(TINY)).save_pretrained(tmp_path / "model")
-    match = "model: logits are NaN in a response to problem .* of test; look for weights"
-    with pytest.raises(SystemExit, match=match):
-        run(tmp_path / "out", *flags, *HELD_OUT, "--model", tmp_path / "model")
-    assert not read_rows(tmp_path / "out/samples.jsonl")
-
-
 WRONG = r"""
---benchmarks aime26 | benchmark aime26: neither a file nor one of aime24,
---benchmarks aime24 | --data_dir .*: holds no aime24 \(.jsonl, .json, .parquet\)
+--benchmarks aime26 | benchmark aime26: neither a .jsonl, .json, .parquet file nor one of aime24,
 --benchmarks {}/none.jsonl | none.jsonl: no such file
---benchmarks {}/empty.jsonl | empty.jsonl: the file is empty
---benchmarks {}/mute.jsonl | mute.jsonl: holds no problem with an answer; its .* problem, solution$
+--benchmarks {}/mute.jsonl | holds no problem with an answer; its .* problem, solution; the problem
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
---decoding 0.5 | --decoding 0.5: must be
 --decoding=-1,1 | --decoding -1,1: must be
 --decoding 1,0 | --decoding 1,0: must be
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --decoding nan,1 | --decoding nan,1: must be
 --samples -2 | --samples -2: must be at least 0
 --limit -1 | --limit -1: must be at least 0
---max_new_tokens 0 | --max_new_tokens 0: must be at least 1
 --rollout_batch_size 0 | --rollout_batch_size 0: must be at least 1
 --verifier {}/nobody | nobody: no tokenizer there
---reward a.py:b --verifier V | --verifier V: judges mathematics, not
---reward a.py:b --benchmarks amc23 | --reward a.py:b: name a file in --bench
---output {}/good.jsonl | --output: .*good.jsonl cannot be written: .*File exists
---output {} | --output .*: holds .*, which this program did not
---model {}/nobody | nobody: no tokenizer there
+--model {}/nobody | nobody: no model there
+--output {}/model | model: holds a run or a model; name another directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 """
 
@@ -809,7 +680,8 @@ WRONG = r"""
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
 def test_wrong_input_ends_in_one_clear_line(tmp_path, monkeypatch, row):
     write_problems(tmp_path / "good.jsonl", 2)
-    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
     (tmp_path / "mute.jsonl").write_text('{"problem": "a", "solution": "1"}\n')
     monkeypatch.setattr(evaluation.rollout, "sample", None)  # wrong input is found before sampling
     flags, message = row.replace("{}", str(tmp_path)).split(" | ")
@@ -817,7 +689,7 @@ def test_wrong_input_ends_in_one_clear_line(tmp_path, monkeypatch, row):
     if "--benchmarks" not in own:
         own += ["--benchmarks", str(tmp_path / "good.jsonl")]
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "out", "--model", TINY, "--data_dir", tmp_path, *own)
+        run(tmp_path / "out", "--model", TINY, *own)
     line = str(stop.value)
     assert re.search(message, line), line
     assert line.startswith("eval.py: ") and "\n" not in line
