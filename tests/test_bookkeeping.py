@@ -1,7 +1,6 @@
 """What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
 
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -10,12 +9,11 @@ import subprocess
 import sys
 import time
 import types
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, stopped, weights
+from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights
 from ranks import begin
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +21,7 @@ import eval as evaluation
 import rollout
 import stapo
 from rollout import load_policy, load_tokenizer
-from support import decoding, files, progress, run_folder, versions
+from support import files, progress, run_folder, versions
 from support import stop as stopping
 from support.errors import InputError
 from support.problems import load_problems
@@ -287,24 +285,6 @@ def test_a_time_limit_ends_the_process_that_a_reward_forks():
     assert code == -signal.SIGTERM
 
 
-def test_a_stop_lets_go_of_the_rollouts_cache_before_it_saves(finished, tmp_path, monkeypatch):
-    """On a GPU the cache takes most of the memory, which gathering the weights needs."""
-    caches, alive, cache, save = [], [], decoding.SlotCache, run_folder.save_checkpoint
-
-    def made(*args):
-        caches.append(cache(*args))
-        caches[-1] = weakref.ref(made_last := caches[-1])
-        if len(caches) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return made_last
-
-    monkeypatch.setattr(decoding, "SlotCache", made)
-    saving = lambda *args: (alive.extend(c() for c in caches), save(*args))[1]  # noqa: E731
-    monkeypatch.setattr(run_folder, "save_checkpoint", saving)
-    stopped(tmp_path / "run", "")
-    assert len(caches) == 2 and alive == [None, None]
-
-
 def train_unread(output: Path) -> None:
     """As `stapo.py ... | head -1` once head has ended."""
     reader, writer = os.pipe()
@@ -527,21 +507,6 @@ def test_a_version_that_was_not_tested_is_named(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda: found)
     (line,) = versions.outside_the_bounds()
     assert line.startswith("transformers 5.99.0 is not a tested version") and "<5." in line
-
-
-def test_grpo_loads_its_reference_where_there_is_a_kl_term(tmp_path, monkeypatch):
-    """The starting model, also when the run goes on from a checkpoint."""
-    loaded, load = [], stapo.load_policy
-    monkeypatch.setattr(stapo, "load_policy", lambda *a: (loaded.append(a), load(*a))[1])
-    run(tmp_path / "none", "--method grpo --beta 0 --steps 1")
-    assert len(loaded) == 1
-    run(tmp_path / "some", "--method grpo --beta 1e-9 --steps 1")
-    assert len(loaded) == 3
-    one, other = (read_rows(tmp_path / name / "metrics.jsonl")[0] for name in ("none", "some"))
-    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
-    assert math.isfinite(one["loss"])
-    stapo.main(f"--resume {tmp_path}/some --steps 2".split())
-    assert [Path(name).name for name, *_ in loaded[3:]] == ["step_000001", "tiny"]
 
 
 @pytest.mark.parametrize(
