@@ -10,8 +10,6 @@
 3. The script prints how far a run's score has moved from its first evaluation to its last.
 4. If two lines have runs with the same seeds, it prints the difference of their accuracies, over
    the steps that all of these runs have.
-
-scripts/tokens.py draws a model's tokens.
 """
 
 import argparse
@@ -20,7 +18,7 @@ import csv
 import json
 import math
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -120,15 +118,14 @@ def group_runs(paths: list[Path]) -> list[Group]:
         runs[seed] = read_metrics(path)
     all_flags = [json.loads(key) for key in runs_of]
     names = [*METHODS, *(flags["method"] for flags in all_flags)]  # the legend's order
-    groups, lines_of = [], Counter()
+    groups = []
     for flags in sorted(all_flags, key=lambda flags: names.index(flags["method"])):
         runs = runs_of[json.dumps(flags)]
         name, colour = METHODS.get(flags["method"], (flags["method"], "#8C8C8C"))
         differ = [key for key in flags if any(o.get(key) != flags[key] for o in all_flags)]
         settings = [f"{key} {flags[key]}" for key in differ if key != "method"]
         label = ", ".join([name, *settings]) + (f" ({len(runs)} runs)" if len(runs) > 1 else "")
-        rank = lines_of[colour]  # a sweep keeps the hue of its method
-        lines_of[colour] += 1
+        rank = sum(group.line["color"] == colour for group in groups)  # in a sweep of one method
         line = {"color": colour, "linestyle": ("-", "--", "-.", ":")[rank % 4]}
         groups.append(Group(label, line | {"alpha": 0.85**rank}, runs))
     return groups

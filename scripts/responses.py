@@ -25,9 +25,8 @@ body {{
   margin: 0 auto; padding: 2.5rem 24rem 20rem 1.25rem; max-width: 68rem; overflow-wrap: anywhere;
   background: #fdfcfa; color: #2b2a28; font: 1rem/1.55 system-ui, sans-serif;
 }}
-h1 {{ font-size: 1.25rem; font-weight: 650; margin: 0 0 .3rem; }}
-h2 {{ font-size: 1rem; font-weight: 600; margin: 0; }}
-p, dd {{ margin: 0; }}
+h1, h2 {{ font-size: 1.1rem; font-weight: 600; }}
+h1, h2, p, dd {{ margin: 0; }}
 dl {{
   display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 1.5rem 0;
   align-items: baseline;
