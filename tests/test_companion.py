@@ -53,9 +53,9 @@ def test_statistics_example_and_both_loops():
             torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-4)
     names["rewards"] = torch.tensor([[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]])
     gradients = []
-    for loop in ("bare", "two-passes"):
+    for loop in (example("bare"), example("two-passes")):
         model.zero_grad()
-        exec(example(loop), names)
+        exec(loop, names)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert 0 < int(names["keep"].sum()) < int(names["mask"].sum())
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)

@@ -78,7 +78,7 @@ def test_everything_runs_on_a_gpu(tmp_path):
     ]
     said = run("\n".join(lines), tmp_path)
     weights = re.findall("1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
-    assert weights == ["float32", "float32", "bfloat16", "bfloat16"]
+    assert weights == ["float32", "float32", "float32", "bfloat16"]  # tokens.py, then eval.py
     assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
     lines = read_rows(output / "metrics.jsonl")
     found = [(line["step"], "eval" in line) for line in lines]
