@@ -60,12 +60,10 @@ def report_environment(weights: str) -> None:
     name, types = f"CPU (threads: {torch.get_num_threads()})", "float32 weights and computation"
     if distributed.device().type == "cuda":
         name, types = torch.cuda.get_device_name(), f"{weights} weights, computation in bfloat16"
-    devices = Counter(distributed.all_list(name))
-    devices = ", ".join(f"{count} x {name}" for name, count in devices.items())
-    log(
-        f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}; {devices}: {types}"
-    )
+    names = Counter(distributed.all_list(name))
+    devices = ", ".join(f"{count} x {name}" for name, count in names.items())
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    log(f"Python {platform.python_version()}, {versions}; {devices}: {types}")
     for line in outside_the_bounds():
         log(line)
 
@@ -147,9 +145,7 @@ def with_error(score: dict, digits: int = 1) -> str:
 
 def scores_in_words(step: int, scores: dict[str, dict]) -> str:
     """Write an evaluation in one line, with the number of problems, which can change in a run."""
-    parts = []
-    for name, score in scores.items():
-        parts.append(f"{name} {with_error(score)} ({score['problems']} problems)")
+    parts = (f"{name} {with_error(s)} ({s['problems']} problems)" for name, s in scores.items())
     return f"evaluation after step {step}, in percent ± standard error: {', '.join(parts)}"
 
 

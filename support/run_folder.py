@@ -58,8 +58,6 @@ def claim(folder: Path) -> None:
         except BlockingIOError:
             what = "another process works in this directory; wait for its end"
             raise InputError(f"--output {folder}: {what}") from None
-        except OSError:  # a file system without locks
-            pass
         mark = f"process {os.getpid()}, {time.monotonic()}"
         lock_file.truncate(0)
         lock_file.write(mark)
@@ -193,8 +191,7 @@ class RunFolder:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after this one."""
-    return every > 0 and step % every == 0
+    return every > 0 and step % every == 0  # 0: never
 
 
 def cut_back(file: Path, step: int) -> None:
