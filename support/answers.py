@@ -2,42 +2,36 @@ r"""Decide whether two mathematical answers are equal.
 
     math_equal(r"2(n-1)", "$2n-2$")   -> True
     math_equal(r"(1, 2]", "(1, 2)")   -> False
+    rounds_to("41.83", "41.8")        -> True
 
-1. latex.py writes both answers in one spelling and cuts them into tokens.
-2. A recursive-descent parser reads the tokens and computes the value. Rational values are exact
-   (int, Fraction). Other values are floats or complex numbers.
-3. Each variable gets fixed positive values that depend only on its name. Two answers are equal if
-   they have the same value at every such point.
-4. An answer that cannot be parsed is compared as text.
+1. One spelling: RULES remove units and layout.
+2. Tokens: numbers, names, commands and signs.
+3. Values: a recursive-descent parser computes the value of the tokens. Rational numbers are exact,
+   others are floats. The value of a variable depends on its name only.
+4. Equality: two answers are equal if they have the same value at three points.
+5. Text: an answer that cannot be parsed is compared token by token.
+6. Rounded answers: a number can count for a measured result with fewer digits.
 
-Text of the model is never run as code. Length, nesting, tokens and digits are limited.
+Text of the model is never run as code. MAX_CHARS and Python's limit of recursion bound the time.
 
 Right answers that are refused:
 - identities that are true for integers only, (-1)^n = cos(pi n), or on one branch of a root only;
-- families written with other constants: C_1 for A, pi/6 + 2 pi k for pi/6 + pi k;
-- functions of another argument: f(t) = t for f(x) = x;
-- fewer digits than the gold answer has: 41 for 41.8;
-- another unit: 1 m for 100 cm;
-- units that look like variables or numbers: "5 m" outside \text, \mu\mathrm{m}, 5 ft 6 in, 5° 30';
-- a power that names a value: AB^2 = 80. x^2 = 80 looks the same and is an equation for x;
-- integers with spaced separators, 11, 111, 100, and a number after a factor, 2 3 and x 3;
-- unions with other parts, (0, 1] \cup [1, 2) for (0, 2), and x < 0 "and" x > 2 for a union;
-- residues that must be computed: 12 \pmod 7 for 5, 17 \bmod 5 for 2, 2^3 \equiv 1 \pmod 7 for 1;
-- x = 5 for 5 \pmod 7;
-- two ratios that look like times of day, 24:50 for 12:25, and x = 1/20 for 1:20;
-- answers that are compared as text: |x|, 0.\overline{3}, 1:2:3, 5 million, r^2_1, 2**3, sums,
-  integrals, set builders, piecewise functions, and words with the same meaning;
-- irrational numbers above about 10^300, and rational numbers with more than 4,096 bits.
+- other constants and arguments: C_1 for A, pi/6 + 2 pi k for pi/6 + pi k, f(t) = t for f(x) = x;
+- other units, 1 m for 100 cm, and units that look like variables or numbers, "5 m" or 5 ft 6 in;
+- AB^2 = 80 for 80, 2 3 for 6, (0, 1] \cup [1, 2) for (0, 2), 12 \pmod 7 for 5, |-3| = 3 for 3;
+- answers that are compared as text: |x|, 0.\overline{3}, 1:2:3, 10:30, 5 million, 2**3, sums,
+  integrals, set builders, piecewise functions, \lfloor 5.5 \rfloor, and synonyms;
+- numbers above about 10^300, unless they are computed from powers of at most MAX_BITS bits.
 Answers that are accepted although they differ:
-- units are dropped, not compared: 15 cm^3 counts for 15 cm^2, 3 \text{ blue} for 3 \text{ red}, and
-  \sin 30 for \sin 30^\circ. Only opposites such as 5 \text{ PM} and 5 \text{ AM} differ;
+- units are dropped, not compared: 15 cm^3 counts for 15 cm^2, and \sin 30 for \sin 30^\circ;
 - a base or a modulus may be missing, 5 for 5_7 and 5 \pmod 7, because the question mentions it;
-- a row counts for a column;
-- 3 \approx 2 counts for 3, and \int_0^1 x dx = 3 counts for 3;
+- a row counts for a column, a list for a union, 3 \approx 2 for 3, and y / x for \frac{dy}{dx};
 - two irrational numbers are equal within TOLERANCE, or if both are within 1e-12 of 0.
 """
 
 import cmath
+import contextlib
+import functools
 import itertools
 import math
 import re
@@ -45,33 +39,180 @@ import zlib
 from dataclasses import dataclass
 from fractions import Fraction
 
-from support.latex import COMMANDS, FUNCTIONS, NAME, UNREAD, clean, tokenize
-
-MAX_CHARS = 600  # longer answers are compared as text; the longest gold answer has 210
-MAX_DEPTH = 40  # nested groups, at most nine of Python's thousand frames each
-MAX_STEPS = 2_500  # tokens taken in one reading
-MAX_BITS = 4_096  # size of an exact number; 100! / 2^50 and 10^100 fit
-MAX_UNORDERED = 32  # longer lists are compared in order
+MAX_CHARS = 600  # the longest gold answer has 210
+MAX_BITS = 4_096  # longer powers are floats; 10^1000 is exact
 TOLERANCE = 1e-9  # relative: far above rounding, far below 1.5 against 1.50001
 
-# ---- reading: a parser that computes ------------------------------------------------------------
+# ---- 1. one spelling ----------------------------------------------------------------------------
 
-_ANGLE_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc")
+_SIGNS = {chr(0xFEE0 + code): chr(code) for code in range(ord("!"), ord("~"))}  # fullwidth: （１，
+_SIGNS |= {"。": ".", "、": ",", "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*"}
+_SIGNS |= {"√": " sqrt ", "π": "\\pi ", "∪": "\\cup ", "∈": "\\in ", "’": "'", "′": "'"}
+_SIGNS |= {"²": "^{2}", "³": "^{3}", "£": " ", "€": " ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}"}
+_SIGNS |= {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "≡": "\\equiv "}
+_SIGNS |= {"÷": "/"} | {chr(0x2080 + digit): f"_{digit}" for digit in range(10)}
+_SIGNS = str.maketrans(_SIGNS | dict.fromkeys("\u00a0\u2009\u202f~\t\r\n", " "))
+
+FUNCTIONS = {f: getattr(cmath, f) for f in "sin cos tan sinh cosh tanh exp log".split()}
+FUNCTIONS |= {"arc" + f: getattr(cmath, "a" + f) for f in ("sin", "cos", "tan")}
+FUNCTIONS |= {"ln": cmath.log, "lg": cmath.log10, "cot": lambda x: 1 / cmath.tan(x)}
+FUNCTIONS |= {"sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x)}
+
+_VALUE_WORDS = (  # words that change a value: a text with one of them is no unit
+    "least|most|about|around|nearly|almost|between|more|less|fewer|over|under|above|below|up|not?|"
+    "without|minus|plus|negative|squared|cubed|multiples?|twice|double|triple|half|or|even|odd|"
+    "p\\.?m|decreased?|loss|south|west|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
+    "(?:third|quarter|fifth|tenth|hundredth|dozen|hundred|thousand|[mbtr]+illion)s?|"
+    "(?:power|divisor|factor|root|out)s? of|divisible"
+)
+_FUNCTION_NAMES = "|".join(sorted({*FUNCTIONS, "sqrt", "pi", "e", "i"} - {"sec"}))  # sec: seconds
+
+# Patterns of RULES. There, ⟦...⟧ is the content of \text{...}, or words without it.
+_TEXT = r"\\(?:text(?:rm|bf|it|normal|sf)?|mathrm|[mh]box|rm|operatorname)\s*"
+_TEXT += r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_NO_UNIT = rf"[^⟧]*(?:\b(?i:{_VALUE_WORDS})\b(?!-)|[=约至不负半万亿])"  # the last two: 10^4, 10^8
+_NO_UNIT += r"|(?:[^⟧]*\s)?[-+]?\.?\d|[\W\d_]*⟧"  # 5 cm, or no letter at all
+_UNITS = rf"\s*⟦(?!{_NO_UNIT})[^⟧]*⟧{_POWER}"
+_UNITS = rf"{_UNITS}(?:[\s/*]*{_UNITS})*"
+_AFTER_VALUE = r"(?<=[\w.)}\]!%°])"
+_NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\(?!approx)[^}]))"  # no factor follows: in 5 ft 6 in one does
+_WORD = rf"(?:\s+(?!(?:mod|{_FUNCTION_NAMES})\b)[A-Za-z]{{3,}}\b|[\u4e00-\u9fff]"
+_WORD += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|[kM]?eV|k?Pa|k[JN]|in)\b)"
+_WORDS = rf"(?<=[\d.)}}%])({_WORD}(?:(?:{_WORD}|\s*/\s*[A-Za-z]+){_POWER})*{_POWER})\s*\Z"
+# Words stay in ⟦⟧, because the product of their letters makes east equal to seat.
+_ONLY_WORDS = rf"\A(?=.*\b(?:[Nn]o\b|(?!(?:{_FUNCTION_NAMES})\b)[A-Za-z]{{3}}))[A-Za-z\s,.'()-]+\Z"
+_NO_LETTER = r"(?<=[a-z])-|[\s.'()]"
+_MATRIX = r"(?s)\\begin\s*\{([pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*?)\\end\s*\{\1\}"
+_WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
+_RESIDUE = r"\A(?:(?!\d)[\w{}]*\s*(?:=|\\equiv~))?(.+?)"  # x \equiv 5 in x \equiv 5 (mod 7)
+_MODULUS = r"\(?\s*(?:\\[bp]?)?mod(?:ulo)?~[\s{]*([\w^]+)[\s})]*\Z"
+
+
+def _points(match: re.Match) -> str:
+    r"""Write a matrix as a point: (1, 2) for a column or a row, ((1, 2), (3, 4)) for two rows."""
+    rows = [row.replace("&", ",") for row in match[2].split(r"\\") if row.strip()]
+    return "(" + ",".join(f"({row})" for row in rows) + ")"
+
+
+# Each rule: pattern, replacement, an example, and the example after this rule. They are applied in
+# order. In a pattern, ~ means the end of a command's name.
+RULES = [
+    (r"(?s)\\\\(?!.*(?<!\\)\\end)", r"\\", r"\\frac{1}{4}", r"\frac{1}{4}"),
+    (r"\\?\$|(?<!\\)\\[()\[\]]|\\(?:displaystyle|(?:tri)?angle)~", " ", r"\(\angle A\)", "   A "),
+    (r"\\(?:left|right|[bB]igg?[lrm]?)~\s*\.?", "", r"\left(1, 2\right]", "(1, 2]"),
+    (_MATRIX, _points, r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(( 1 ),( 2 ))"),
+    (_TEXT, r"⟦\1⟧", r"5\text{ cm}", "5⟦ cm⟧"),
+    (r"⟦(\s*\d[^⟧]*)⟧", r" \1 ", "⟦5 km⟧", " 5 km "),
+    (_WORDS, r"⟦\1⟧", "120 miles per hour", "120⟦ miles per hour⟧"),
+    (r"_\s*(?:\{\s*⟦([^⟧]*)⟧\s*\}|⟦([^⟧]*)⟧)", r"_{\1\2}", "v_⟦red⟧", "v_{red}"),
+    (r"(?<=\d)\s*\^\s*(\{\s*)?⟦\s*(?:st|nd|rd|th)\s*⟧(?(1)\s*\})", "", "3^{⟦rd⟧}", "3"),
+    (rf"⟦\s*\\?({_FUNCTION_NAMES})\s*⟧", r" \1 ", "⟦ln⟧2", " ln 2"),
+    (r"(?:,\s*)?(?:⟦\s*,?\s*and\s*,?\s*⟧|\band\b)", ",", "1, 2,⟦ and ⟧3", "1, 2,3"),
+    (r"(?:,\s*)?(?:⟦\s*,?\s*or\s*,?\s*⟧|\\(?:lor|vee)~|\bor\b)", "∨", "1⟦ or ⟧2", "1∨2"),
+    (r"(?:⟦\s*)?\bper ?cent\b\s*⟧?", "%", "8 ⟦ percent⟧", "8 %"),
+    (r"(?<=\d)(?:\{,\}|,\s*\\[!,]|\\[,!; ]| )\s*(?=\d{3}(?!\d))", "", r"1{,}234\,567", "1234567"),
+    (r"(?<!\\)\\[,;:!> ]|\\q?quad~", " ", r"x\;y\quad z", "x y  z"),
+    (r"\\(?:cdot|times|ast)~", "*", r"2 \cdot 3", "2 * 3"),
+    (rf"{_AFTER_VALUE}{_UNITS}{_NO_FACTOR}", " ", "5 ⟦W m^{-2}⟧", "5 "),
+    (rf"\A{_UNITS}(?!\s*(?:=\s*⟦\D*\Z|⟦|[,;^]|\Z))", " ", "⟦Area⟧ = 5", "  = 5"),
+    ("[⟦⟧]", " ", "⟦east⟧", " east "),
+    (r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b", "(-∞,∞)", r"\mathbb R", "(-∞,∞)"),
+    (_ONLY_WORDS, lambda m: f"⟦{re.sub(_NO_LETTER, '', m[0].lower())}⟧", "A cat", "⟦acat⟧"),
+    (r"\\(?:math(?:bf|bb|cal|it|sf)|boldsymbol|bm|vec|hat)~", " ", r"a \vec{v}", "a  {v}"),
+    (r"\\\{\s*\\\}", r"\\emptyset ", r"\{ \}", r"\emptyset "),
+    (r"(?:\{\s*\}\s*)?\^\s*\{?\s*\\circ\s*\}?|\\degrees?~|°", " ", r"30^{\circ}", "30 "),
+    (r"\^\s*\{?\s*\\prime\s*\}?", "'", r"y^{\prime}", "y'"),
+    (r"\b(?:np|numpy|math)\.", "", "np.sin(x)", "sin(x)"),
+    (r"\\[dtc](frac|binom)", r"\\\1", r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    (r"\{([^{}]*)\\choose~([^{}]*)\}", r"\\binom{\1}{\2}", r"{4 \choose 2}", r"\binom{4 }{ 2}"),
+    (r"(\\frac|\\binom)\s*(\d)", r"\1{\2}", r"\frac 1{x}", r"\frac{1}{x}"),
+    (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}", r"\frac{1}2", r"\frac{1}{2}"),
+    (_WHOLE + r"\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)", r"1\frac{4}{5}", "(1+4/5)"),
+    (_WHOLE + r" +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)", "137 1/2", "(137+1/2)"),
+    (r"\(\s*(\d+)\s*\)\s*_", r"\1_", "(52)_8", "52_8"),
+    (r"(?<=[\d})i])\s*\\approx~(?:\([^()]*\)|[^,;∨])*", "", r"2\pi \approx 6.3", r"2\pi"),
+    (r"\\approx~", "=", r"x \approx 3.1", "x = 3.1"),
+    # The modulus becomes the name of a value, like the x of x = 5. So 5 counts for 5 mod 7, and
+    # 5 mod 8 does not. A list of residues becomes one set with that name.
+    (_RESIDUE + _MODULUS, r"mod_{\2}=\\{\1\\}", r"5\pmod{7}", r"mod_{7}=\{5\}"),
+    # Two digits after the colon can be a time of day. As ratios, 2:15 and 4:30 would be equal.
+    (r"\A(?!.*:[0-5]\d(?!\d))([^:]+):([^:]+)\Z", r"(\1)/(\2)", "3:2", "(3)/(2)"),
+]
+RULES = [(re.compile(pattern.replace("~", "(?![A-Za-z])")), *others) for pattern, *others in RULES]
+
+
+@functools.lru_cache(maxsize=4096)
+def clean(text: str) -> str:
+    """Return `text` in one spelling: without units and layout."""
+    text = re.sub(r"(?<!\.)\.\s*\Z", "", " ".join(text.translate(_SIGNS).split()))
+    for pattern, new, *_ in RULES:
+        text = " ".join(pattern.sub(new, text).split())
+    text = text.strip(" =:")
+    return text if text.endswith("...") else text.rstrip(" .,")  # 1, 2, ... is an infinite list
+
+
+# ---- 2. tokens ----------------------------------------------------------------------------------
+
+_COMMANDS = {*FUNCTIONS, *"frac binom sqrt pi lfloor rfloor lceil rceil".split()}
+_LETTERS = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau
+upsilon phi chi psi omega hbar ell nabla partial sup inf max min gcd lcm deg Re Im Pr bar overline
+underline tilde widehat infty emptyset
+""".split()
+# The tokens that can name a quantity. Other commands can be relations or negations: \to, \not.
+NAME = re.compile(
+    rf"(?!(?:[ei]|{'|'.join(_COMMANDS)})\Z)[^\W\d_]"
+    rf"|\\(?i:(?:var)?(?:{'|'.join(_LETTERS)}))(?![A-Za-z])"
+)
+_TOKEN = re.compile(
+    r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:\s*_\s*(?:\d+|\{\s*\d+\s*\}))?"
+    rf"|\\?(?:{'|'.join(FUNCTIONS)}|sqrt|pi|infty)(?![A-Za-z])|sqrt(?=\d)"
+    r"|(?:\\[A-Za-z]+|[A-Za-z])'*(?:\s*_\s*(?:\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9]))?'*(?:\(0\))?"
+    r"|[<>]=|(?<![\d)}\]!])!=|\\.|\S",
+    re.S,
+)
+_ALIASES = r"""
+\leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠ \neq ≠ != ≠
+\equiv = \in ∈ \cup ∪ \pm ± \mp ∓ \langle ( \rangle ) \lbrace \{ \rbrace \} \varnothing
+\emptyset ∞ \infty infty \infty \div / \mid | \vert | \lvert | \rvert |
+""".split()
+_ALIASES = dict(zip(_ALIASES[::2], _ALIASES[1::2], strict=True))
+_ALIASES |= {"\\" + name: name for name in _COMMANDS}
+
+
+def tokenize(text: str) -> list[str]:
+    """Cut a cleaned text into tokens: numbers, names with their indices, commands and signs."""
+    tokens = [re.sub(r"[\s{}]", "", t) if "_" in t else t for t in _TOKEN.findall(text)]
+    return [_ALIASES.get(token, token) for token in tokens if token not in ("%", "\\%")]
+
+
+# ---- 3. values: a parser that computes ----------------------------------------------------------
+
+# Read as variables, the letters of "0 at least" would make it zero.
+_UNREAD = re.compile(rf"(?<![A-Za-z\\{{])(?![A-Z]{{2}})(?i:{_VALUE_WORDS})(?![A-Za-z])")
 _RELATIONS = frozenset("= < > ≤ ≥ ≠ ∈".split())
-_STOP = _RELATIONS | {"", *") ] } \\} , ; ∨ ∪ + - ± ∓ rfloor rceil".split()}
+_STOP = _RELATIONS | {"", *") ] } \\} , ; ∨ ∪ + - rfloor rceil".split()}
 _CLOSING = {"(": ")]", "[": ")]", "\\{": ("\\}", "}"), "{": ("}", "\\}")}
-_FAILURES = (ArithmeticError, ValueError, TypeError)  # 1 / 0; unreadable text; a set plus one
+_CLOSING |= {"lfloor": ("rfloor",), "lceil": ("rceil",)}
+_is_number = re.compile(r"[\d.]").match
+_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j}
+# 1 / 0; unreadable text; a set plus one; nested too deeply
+_FAILURES = (ArithmeticError, ValueError, TypeError, RecursionError)
+
+# Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
+# _NAMED_VALUE names any value: x, f(n), (x, y). _NAMED_NUMBER names a number: AB, f(2), m + n.
+_NAMED_VALUE = re.compile(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
+_NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")
 
 
 @dataclass(eq=False)
 class _Form:
     """An answer that is not one number.
 
-    kind is "()", "(]", "[)" or "[]" for a point or an interval, "{}" for a set or a list, "∪" for
-    a union, "=", "<", "≤" or "≠" for a relation, "_" for a number with a base (digits, base and
-    value), and "∞" for infinity (its sign). parts holds the values inside.
-    name is the side of a relation that only names a value: x in x = 5 and in x < 5, f(n) in
-    f(n) = 2n, AB in AB = 4.
+    kind: "()", "(]", "[)" or "[]" for a point or an interval, "{}" for a set, a list or a union,
+    "=" for an equation or a named value, "<", "≤" or "≠" for other relations.
+    name: x in x = 5, f(n) in f(n) = 2n, _7 in the number 5_7. The named value is the last part.
     """
 
     kind: str
@@ -79,128 +220,52 @@ class _Form:
     name: str = ""
 
     def __rmul__(self, factor):
-        if factor == 1:
-            return self
-        infinite = any(isinstance(part, _Form) and part.kind == "∞" for part in self.parts)
-        if isinstance(factor, _Form) or self.kind not in ("()", "∞") or infinite:
-            raise ValueError(f"a product with {self.kind}")
-        return _Form(self.kind, [_bounded(factor * part) for part in self.parts])
-
-    __mul__ = __rmul__
-
-
-def _is_number(token: str) -> bool:
-    return token[:1].isdecimal() or token[:1] == "."
-
-
-def _exact(x) -> bool:
-    return isinstance(x, (int, Fraction))
-
-
-def _bounded(x):
-    """Return `x`, as a float if its exact form has more than MAX_BITS bits."""
-    if _exact(x) and max(x.numerator.bit_length(), x.denominator.bit_length()) > MAX_BITS:
-        return float(x)
-    return x
-
-
-def _divide(a, b):
-    return _bounded(Fraction(a, b)) if _exact(a) and _exact(b) else a * (1 / b)
+        if self.kind != "()":
+            raise TypeError(f"a product with {self.kind}")
+        return _Form("()", [factor * part for part in self.parts])
 
 
 def _power(a, b):
-    if not _exact(a) or not _exact(b):
-        return a**b
-    size = max(a.numerator.bit_length(), a.denominator.bit_length())
-    if b.denominator == 1 and size * abs(b) <= MAX_BITS:
-        return Fraction(a) ** int(b)
-    if b == Fraction(1, 2) and a >= 0:
-        root = Fraction(math.isqrt(a.numerator), math.isqrt(a.denominator))
-        if root * root == a:
-            return root
-    return float(a) ** float(b)
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        if max(abs(a.numerator), a.denominator).bit_length() * abs(b) > MAX_BITS:
+            a = float(a)
+    return a**b
 
 
 def _factorial(x):
-    small = _exact(x) and x.denominator == 1 and 0 <= x <= 500
-    return math.factorial(int(x)) if small else math.gamma(x + 1)
+    small = isinstance(x, Fraction) and x.denominator == 1 and 0 <= x <= 500
+    return Fraction(math.factorial(int(x))) if small else math.gamma(x + 1)
 
 
-def _floor(x, constant: bool):
-    """Return the floor of a constant, or a smooth substitute if `x` depends on variables.
-
-    At most points the floors of m / 50 and (m + 1) / 50 are equal, although the expressions differ.
-    The substitute f differs whenever its arguments differ, and f(x + 1) = f(x) + 1 as for a floor.
-    """
-    if constant:
-        return math.floor(x if _exact(x) else x + TOLERANCE)  # log(1000) / log(10) counts as 3
-    return x + cmath.cos(2 * math.pi * x)
-
-
-# Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
-# _NAMED_VALUE names any value: x, f(n), (x, y). _NAMED_NUMBER names a number: AB, f(2), m + n.
-_NAMED_VALUE = re.compile(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
-_FACTOR = r"(?:n(?:\(-?1(?:,-?1)*\)|\{n+\})?|\[n+\]|frac\{n+\}\{n+\})"
-_NAMED_NUMBER = re.compile(rf"{_FACTOR}+(?:[-+*/]{_FACTOR}+)*")
-
-
-def _side_names(sides: list[list[str]], operators: list[str]) -> list[str]:
-    """Return the name that each side of a relation is, or "" for a side that is a value."""
-    names = [side[0] if len(side) == 1 and NAME.match(side[0]) else "" for side in sides]
-    kinds = ["1" if _is_number(token) else token for token in sides[0]]
-    kinds = "".join("n" if NAME.match(k) or k in ("e", *_ANGLE_FUNCTIONS) else k for k in kinds)
-    a_number = {*operators} == {"="} and not any(map(NAME.match, itertools.chain(*sides[1:])))
-    if _NAMED_VALUE.fullmatch(kinds) or a_number and _NAMED_NUMBER.fullmatch(kinds):
-        names[0] = "".join(sides[0])
-    return names
-
-
-INFINITY = _Form("∞", [1])
-_CONSTANTS = {"pi": math.pi, "infty": INFINITY, "e": math.e, "i": 1j, "emptyset": _Form("{}", [])}
+def _name(side: list[str], number: bool) -> str:
+    """Return the name that a side of a relation is, or "". `number`: the other side is a number."""
+    names = ("e", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
+    kinds = ["n" if NAME.match(token) or token in names else token for token in side]
+    kinds = "".join("1" if _is_number(kind) else kind for kind in kinds)
+    named = _NAMED_VALUE.fullmatch(kinds) or number and _NAMED_NUMBER.fullmatch(kinds)
+    return "".join(side) if named else ""
 
 
 class _Reader:
     """A parser that computes the value of `tokens`. `point` chooses the values of the variables."""
 
     def __init__(self, tokens: list[str], point: int):
-        self.tokens, self.at, self.steps, self.depth = [*tokens, ""], 0, 0, 0
-        self.point = point
-        self.sign, self.plus_minus = 1, False  # the sign that ± means, and whether one was read
+        self.tokens, self.at, self.point = [*tokens, ""], 0, point
 
     @property
     def next(self) -> str:
         return self.tokens[self.at]
 
-    def take(self, expected=None) -> str:
-        token = self.tokens[self.at]
-        self.at, self.steps = self.at + 1, self.steps + 1
-        if not token or self.steps > MAX_STEPS or expected and token not in expected:
-            raise ValueError(f"unexpected {token}")
+    def take(self, *expected: str) -> str:
+        """Take the next token if it is one of the expected ones. Otherwise return ""."""
+        token = self.next if self.next in expected else ""
+        self.at += token != ""
         return token
 
-    def answer(self):
-        parts = self.items(expand=True)
-        if self.next:
-            raise ValueError(f"unexpected {self.next}")
-        return parts[0] if len(parts) == 1 else _Form("{}", parts)
-
-    def items(self, expand: bool, separators: str = ",;∨∪") -> list:
-        """Read items between commas, "or" or ∪. With `expand`, an item with ± becomes two."""
-        parts, used = [], set()
-        while not parts or self.next in {*separators}:
-            used |= {self.take()} if parts else set()
-            start = self.at
+    def items(self, separators: str) -> list:
+        parts = [self.relation()]
+        while self.take(*separators):
             parts.append(self.relation())
-            if expand and self.plus_minus:
-                self.at, self.sign = start, -1
-                parts.append(self.relation())
-                self.sign, self.plus_minus = 1, False
-        names = {part.name if isinstance(part, _Form) else "" for part in parts}
-        conditions = used == {"∨"} and len(names) == 1 and "" not in names
-        if used == {"∪"} or conditions and any(part.kind != "=" for part in parts):
-            return [_Form("∪", parts)]  # x < 0 or x = 1 is a union
-        if "∪" in used:
-            raise ValueError("a union within a list")
         return parts
 
     def relation(self):
@@ -209,245 +274,226 @@ class _Reader:
             start = self.at
             parts.append(self.sum())
             sides.append(self.tokens[start : self.at])
-            if self.next in _RELATIONS:
-                operators.append(self.take())
+            operators += filter(None, [self.take(*_RELATIONS)])
         if not operators:
             return parts[0]
-        names = _side_names(sides, operators)
-        if operators == ["∈"] and names[0] and isinstance(parts[1], _Form):
-            return _Form(parts[1].kind, parts[1].parts, names[0])
-        if set(operators) == {"="}:
-            return self.equation(parts, names)
-        return self.inequality(parts, names, operators)
-
-    def equation(self, parts: list, names: list[str]):
-        if len(parts) > 2 and all(names[:-1]):  # x = y = 1 is x = 1, y = 1
-            return _Form("{}", [_Form("=", [x, parts[-1]], n) for x, n in zip(parts[:-1], names)])
-        if not names[0]:
+        names = [_name(side, False) for side in sides]
+        if operators == ["∈"] and names[0]:
+            return parts[1]
+        if {*operators} != {"="}:
+            return self.inequality(parts, names, operators)
+        if not any(map(NAME.match, itertools.chain(*sides[1:]))):
+            names[0] = _name(sides[0], True)
+        if not names[0]:  # 5 = x is x = 5
             parts, names = parts[::-1], names[::-1]
-        if not all(_same(part, parts[-1]) for part in parts[1:]):
+        *left, right = parts
+        if not all(_same(part, right) for part in left[1:]):
             raise ValueError("sides of a chain that differ")
-        if _same(parts[0], parts[-1]):
-            return parts[0]  # 2 + 3 = 5 has the value 5
-        return _Form("=", [parts[0], parts[-1]], names[0])
+        if _same(left[0], right):
+            return right  # 2 + 3 = 5 has the value 5
+        return _Form("=", [left[0], right], names[0])
 
     def inequality(self, parts: list, names: list[str], operators: list[str]):
-        if set(operators) <= {">", "≥"}:
+        if {*operators} <= {">", "≥"}:  # 2 > x is x < 2
             parts, names = parts[::-1], names[::-1]
-            operators = ["<" if op == ">" else "≤" for op in operators[::-1]]
-        if set(operators) <= {"<", "≤"}:
-            if len(parts) == 2 and names[0]:  # x < 2 is (-infinity, 2)
-                parts, operators, names = [-1 * INFINITY, *parts], ["<", *operators], ["", *names]
-            elif len(parts) == 2 and names[1]:
-                parts, operators = [*parts, INFINITY], [*operators, "<"]
-            if len(parts) == 3 and names[1]:
-                ends = ("[" if operators[0] == "≤" else "(") + ("]" if operators[1] == "≤" else ")")
-                return _Form(ends, [parts[0], parts[2]], names[1])
+            operators = ["<" if operator == ">" else "≤" for operator in operators[::-1]]
+        if {*operators} <= {"<", "≤"}:
+            start, end = "[" if operators[0] == "≤" else "(", "]" if operators[-1] == "≤" else ")"
+            if len(parts) == 3 and names[1]:  # 1 < x < 2
+                return _Form(start + end, [parts[0], parts[2]])
+            if len(parts) == 2 and names[0]:  # x < 2
+                return _Form("(" + end, [-self.variable("\\infty"), parts[1]])
+            if len(parts) == 2 and names[1]:  # 2 < x
+                return _Form(start + ")", [parts[0], self.variable("\\infty")])
         return _Form("".join(operators), parts)
 
     def sum(self):
         value = self.product()
-        while self.next in ("+", "-", "±", "∓"):
-            value = _bounded(value + self.product())
+        while self.next in ("+", "-"):
+            value = value + self.product()  # which reads the sign
         return value
 
-    def signs(self) -> int:
-        sign = 1
-        while self.next in ("+", "-", "±", "∓"):
-            token = self.take()
-            self.plus_minus |= token in "±∓"
-            sign *= {"+": 1, "-": -1, "±": self.sign, "∓": -self.sign}[token]
-        return sign
-
     def product(self):
-        value = self.signs() * self.power()
+        value = self.signed()
         while self.next not in _STOP:
-            operator = self.take() if self.next in ("*", "/") else ""
-            factor = self.signs() * self.power() if operator else self.neighbour()
-            value = _bounded(_divide(value, factor) if operator == "/" else value * factor)
+            operator = self.take("*", "/")
+            factor = self.signed() if operator else self.neighbour()
+            value = value / factor if operator == "/" else value * factor
         return value
 
     def neighbour(self):
-        """Read a factor without an operator before it: x and 3^2 in 2 x 3^2. 2 3 is refused."""
+        """Read a factor without an operator: x and 3^2 in 2 x 3^2. 2 3 and 2{3} are refused."""
         after = [token for token in self.tokens[self.at : self.at + 4] if token not in "{}"]
         if after and _is_number(after[0]) and after[1:2] != ["^"]:
             raise ValueError("a number right beside another factor")
         return self.power()
 
+    def signed(self):
+        if self.take("-"):
+            return -1 * self.signed()
+        return self.signed() if self.take("+") else self.power()
+
     def power(self):
-        values = [self.primary()]
-        while self.next in ("^", "!"):
-            if self.take() == "^":
-                values.append(self.signs() * self.primary())
-            elif self.next == "!" or len(values) > 1:
-                raise ValueError("a double factorial, or one that may belong to a power")
-            else:
-                values[-1] = _factorial(values[-1])
-        value = values.pop()
-        while values:
-            value = _power(values.pop(), value)
-        return value
+        value = self.primary()
+        if self.take("!"):
+            value = _factorial(value)
+        return _power(value, self.signed()) if self.take("^") else value
 
     def primary(self):
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        token = self.take()
+        token, self.at = self.next, self.at + 1
         if _is_number(token):
             digits, _, base = token.partition("_")
-            value = int(digits) if digits.isdecimal() else Fraction(digits)
-            value = _Form("_", [value, int(base), int(digits, int(base) or 1)]) if base else value
-        elif token in _CLOSING:
-            value = self.group(token)
-        elif token in ("lfloor", "lceil"):
-            start, sign = self.at, 1 if token == "lfloor" else -1
-            argument = self.sum()
-            constant = not any(map(NAME.match, self.tokens[start : self.at]))
-            value = sign * _floor(sign * argument, constant)
-            self.take(("r" + token[1:],))
-        elif token == "frac":
-            value = _divide(self.primary(), self.primary())
-        elif token == "binom":
+            # A decimal of many digits is a rounded result: 0.0833333333333 for 1/12.
+            value = float(digits) if "." in digits and len(digits) > 11 else Fraction(digits)
+            return _Form("=", [Fraction(base), value], "_" + base) if base else value
+        if token in _CLOSING:
+            return self.group(token)
+        if token == "frac":
+            return self.primary() / self.primary()
+        if token == "binom":
             n, k = self.primary(), self.primary()
-            value = _divide(_factorial(n), _factorial(k) * _factorial(n - k))
-        elif token == "sqrt":
-            index = self.primary() if self.next == "[" else 2
-            value = _power(self.primary(), _divide(1, index))
-        elif token in FUNCTIONS:
-            value = self.function(token)
-        elif token in _CONSTANTS:
-            value = _CONSTANTS[token]
-        elif NAME.match(token):
-            value = self.variable(token)
-        else:
-            raise ValueError(f"unexpected {token}")
-        self.depth -= 1
-        return value
+            return _factorial(n) / (_factorial(k) * _factorial(n - k))
+        if token == "sqrt":
+            index = self.primary() if self.next == "[" else Fraction(2)
+            return _power(self.primary(), 1 / index)
+        if token in FUNCTIONS:
+            return self.function(token)
+        if token in _CONSTANTS:
+            return _CONSTANTS[token]
+        if NAME.match(token):
+            return self.variable(token)
+        raise ValueError(f"unexpected {token}")
 
     def group(self, opening: str):
-        parts = self.items(opening == "\\{", ",;" if opening in "([" else ",;∨∪")
-        closing = self.take(_CLOSING[opening])
+        parts = self.items(",;" if opening in "([" else ",;∨∪")
+        closing = self.take(*_CLOSING[opening])
+        if not closing:
+            raise ValueError(f"an open {opening}")
         if opening == "\\{" or opening == "{" and len(parts) > 1:
             return _Form("{}", parts)
+        if opening in ("lfloor", "lceil"):  # not rounded, but f(x + 1) = f(x) + 1 as for a floor
+            sign = 1j if opening == "lfloor" else -1j
+            return parts[0] + sign * cmath.sin(math.pi * parts[0]) ** 2
         if len(parts) == 1 and opening + closing in ("()", "[]", "{}"):
             return parts[0]
         return _Form(opening + closing, parts)
 
     def function(self, name: str):
-        base = exponent = None
-        while self.next in ("_", "^"):
-            if self.take() == "_":
-                base = self.primary()
-            else:
-                exponent = self.signs() * self.primary()
+        base = self.primary() if self.take("_") else None
+        exponent = self.signed() if self.take("^") else None
         if self.next in _CLOSING:
             argument = self.primary()
         else:  # sin 2t, ln x^2: all factors up to an operator or the next function
-            argument = self.signs() * self.power()
+            argument = self.signed()
             while not (self.next in _STOP or self.next in "*/" or self.next in FUNCTIONS):
-                argument = _bounded(argument * self.neighbour())
+                argument = argument * self.neighbour()
         if exponent == -1 and name in ("sin", "cos", "tan"):
-            return FUNCTIONS["arc" + name](argument)
+            name, exponent = "arc" + name, None
         value = FUNCTIONS[name](argument) / (1 if base is None else cmath.log(base))
         value = value if value.imag else value.real
         return value if exponent is None else _power(value, exponent)
 
     def variable(self, name: str):
-        if self.tokens[self.at : self.at + 3] == ["(", "0", ")"]:  # I(0) is a value, not I * 0
-            self.at, name = self.at + 3, name + "(0)"
-        return 0.2 + zlib.crc32(f"{name} {self.point}".encode()) / 2**31
+        # Near 1, so that high powers stay within the range of floats.
+        return Fraction(80_000 + zlib.crc32(f"{name} {self.point}".encode()) % 40_000, 100_000)
 
 
-# ---- equality ---------------------------------------------------------------------------------
+def _value(tokens: list[str], point: int):
+    """Return the value of an answer. With a ±, it is the list of both values."""
+    if not {"±", "∓"} & {*tokens}:
+        reader = _Reader(tokens, point)
+        parts = reader.items(",;∨∪")
+        if reader.next:
+            raise ValueError(f"unexpected {reader.next}")
+        return parts[0] if len(parts) == 1 else _Form("{}", parts)
+    upper, lower = {"±": "+", "∓": "-"}, {"±": "-", "∓": "+"}
+    values = [_value([sign.get(t, t) for t in tokens], point) for sign in (upper, lower)]
+    first, second = (x.parts if isinstance(x, _Form) and x.kind == "{}" else [x] for x in values)
+    return _Form("{}", first + [x for x in second if not any(_same(x, y) for y in first)])
+
+
+# ---- 4. equality --------------------------------------------------------------------------------
 
 
 def _close(a, b) -> bool:
-    if _exact(a) and _exact(b):
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     size = max(abs(a), abs(b))
-    slack = TOLERANCE * size if a and b else 1e-12  # \sin \pi is zero except for rounding
-    return size < math.inf and abs(a - b) <= slack
+    slack = TOLERANCE * size if a and b else 1e-12  # \sin \pi is 0 up to rounding
+    return abs(a - b) <= slack < math.inf
 
 
-def _alone(x) -> list:
-    """Return the value that `x` is accepted for, as a list of one: 5 for y = 5, {5} and 5_7."""
-    if not isinstance(x, _Form):
-        return []
-    if x.kind == "{}" and len(x.parts) == 1:
-        return x.parts
-    if x.kind == "=" and x.name:
-        return x.parts[1:]
-    return x.parts[:1] if x.kind == "_" else []
+def _bare(x):
+    """Return `x` without names and lists of one: 5 for y = 5, {5} and 5_7."""
+    while isinstance(x, _Form) and (x.name or x.kind == "{}" and len(x.parts) == 1):
+        x = x.parts[-1]
+    return x
 
 
 def _same(a, b) -> bool:
     """Whether two values are the same answer. Both were computed at the same point."""
-    forms = [x for x in (a, b) if isinstance(x, _Form)]
+    forms = isinstance(a, _Form) + isinstance(b, _Form)
     if not forms:
         return _close(a, b)
-    if len(forms) == 1 or a.kind != b.kind:
-        return any(_same(x, b) for x in _alone(a)) or any(_same(a, x) for x in _alone(b))
+    if forms == 1 or a.kind != b.kind:
+        bare_a, bare_b = _bare(a), _bare(b)
+        return (bare_a is not a or bare_b is not b) and _same(bare_a, bare_b)
+    if a.name and b.name:
+        return a.name == b.name and _same(a.parts[-1], b.parts[-1])
     if len(a.parts) != len(b.parts):
         return False
-    if a.kind in ("{}", "∪", "≠", "=") and len(a.parts) <= MAX_UNORDERED:
-        rest = list(b.parts)
-        for x in a.parts:
-            match = next((i for i, y in enumerate(rest) if _same(x, y)), None)
-            if match is None:
-                return False
-            rest.pop(match)
-        return True
-    return all(map(_same, a.parts, b.parts))
+    if a.kind not in ("{}", "≠", "="):
+        return all(map(_same, a.parts, b.parts))
+    rest = list(b.parts)  # in any order
+    for x in a.parts:
+        found = [y for y in rest if _same(x, y)]
+        if not found:
+            return False
+        rest.remove(found[0])
+    return True
 
 
-def _agree(a: list[str], b: list[str]) -> bool:
-    """Whether two token lists have the same value at every point."""
-    named = any(map(NAME.match, a + b))
-    points = range(3 if named else 1)
-    pairs = [[_Reader(tokens, point).answer() for tokens in (a, b)] for point in points]
-    if all(_same(x, y) for x, y in pairs):
-        return True
-    equations = all(isinstance(x, _Form) and x.kind == "=" for pair in pairs for x in pair)
-    if not named or not equations:
+def _proportional(a: list, b: list) -> bool:
+    """Whether two equations differ by a constant factor: y = 2x and 2x - y = 0.
+
+    The gap between the sides of one is k times that of the other at each point. So is its change
+    from point to point, where a large constant does not hide a difference.
+    """
+    if not all(isinstance(x, _Form) and x.kind == "=" for x in a + b):
         return False
-    # Equations may differ by a constant factor: y = 2x and 2x - y = 0.
-    gaps = [[equation.parts[0] - equation.parts[1] for equation in pair] for pair in pairs]
-    ratios = [_divide(p, q) for p, q in gaps]
-    return all(ratio and _close(ratio, ratios[0]) for ratio in ratios)
+    p, q = ([x.parts[0] - x.parts[1] for x in values] for values in (a, b))
+    changes = [(x - p[0], y - q[0]) for x, y in zip(p[1:], q[1:])]
+    return all(dp and _close(dp * q[0], dq * p[0]) for dp, dq in changes)
 
 
-def _readings(text: str) -> list[list[str]]:
-    """Return the token lists that a cleaned answer can mean: 100,200 is one number or two."""
-    if UNREAD.search(text):
-        return [["?"]]  # the parser refuses "?", so the answer is compared as text
-    text = merged = re.sub(r"\\?%", " ", text)
-    if not re.search(r"[(\[{][^)\]}]*,", text):
-        thousands = r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])"
-        merged = re.sub(thousands, lambda match: match[0].replace(",", ""), text)
-    return [tokenize(x) for x in dict.fromkeys((merged, text))]
+def _readings(text: str) -> list[list]:
+    """Return the values of a cleaned answer at three points, for each way to read the answer."""
+    if _UNREAD.search(text):
+        return []
+    texts = [text]
+    if not re.search(r"[(\[{][^)\]}]*,", text):  # 100,200 is one number or two
+        texts.insert(0, re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
+    readings = []
+    for tokens in map(tokenize, dict.fromkeys(texts)):
+        with contextlib.suppress(*_FAILURES):
+            readings.append([_value(tokens, point) for point in range(3)])
+    return readings
 
 
-def _is_words(text: str) -> bool:
-    words = re.findall(r"[A-Za-z]+", text) if re.fullmatch(r"[A-Za-z\s,.'()\-]+", text) else []
-    return any(len(w) > 2 and w not in COMMANDS or w.lower() == "no" for w in words)
+# ---- 5. text ------------------------------------------------------------------------------------
+
+# \textbf{(B)} 7, B. 7 and Option B. The text must not mention another letter: (B) or (C).
+_OPTION = re.compile(
+    r"(?s)\A[\s$]*(?:\\(?:text|math)[a-z]*\s*\{\s*)?(?!.*\b[A-Z]\b.*\b[A-Z]\b)"
+    r"(?:(?:[Oo]ption|[Cc]hoice)\s*\(?|\((?=[A-Z]\))|(?=[A-Z][.):]))([A-Z])\b"
+)
 
 
 def _same_text(a: str, b: str) -> bool:
-    """Whether two texts are equal except for spaces. A space between two digits counts."""
-    a, b = ("".join(re.sub(r"(?<=\d)\s+(?=\d)", "?", x).split()) for x in (a, b))
+    """Whether two texts have the same tokens. Braces around one token do not count: t^{2}, t^2."""
+    texts = ["\n".join(tokenize(text)) for text in (a, b)]
+    a, b = (re.sub(r"\{\n(.*)\n\}", r"\1", text) for text in texts)
     return a == b
-
-
-# Words that are dropped like units, but of which one contradicts another: 20% increase, decrease.
-_OPPOSITES = r"[ap]m\b", "even|odd", "increas|decreas", "profit|loss", "gain|loss"
-_OPPOSITES += "north|south|east|west", "north|south", "east|west"  # north of east, south of east
-_OPPOSITES = [re.compile(rf"(?<![a-z\\])(?:{words})") for words in _OPPOSITES]
-
-
-def _are_opposites(a: str, b: str) -> bool:
-    a, b = (text.lower().replace(".", "") for text in (a, b))
-    pairs = [(words.findall(a), words.findall(b)) for words in _OPPOSITES]
-    return any(x and y and {*x}.isdisjoint(y) for x, y in pairs)
 
 
 def math_equal(a: str, b: str) -> bool:
@@ -457,29 +503,29 @@ def math_equal(a: str, b: str) -> bool:
     """
     a, b = a.strip(), b.strip()
     if a == b or max(len(a), len(b)) > MAX_CHARS:
-        return _same_text(a, b)
-    if _are_opposites(a, b):
-        return False
+        return a.split() == b.split()
+    for text, letter in ((a, b), (b, a)):
+        option = _OPTION.match(text.translate(_SIGNS))
+        if option and option[1] == clean(letter).strip("()"):
+            return True
     a, b = clean(a), clean(b)
     if not a or not b:
         return False
-    if _is_words(a) or _is_words(b):
-        return _same_text(*(re.sub(r"[\s(){}.']|(?<=\w{3})-", "", x.lower()) for x in (a, b)))
-    pairs = list(itertools.product(_readings(a), _readings(b)))
+    spellings = [(a, b)]
     if ("%" in a) != ("%" in b):  # 62.5% counts for 62.5 and for 0.625
-        hundredths = [pair if "%" in a else pair[::-1] for pair in pairs]
-        pairs += [(["(", *percent, ")", "/", "100"], number) for percent, number in hundredths]
-    for x, y in pairs:
-        try:
-            if _agree(x, y):
-                return True
-        except _FAILURES:
-            pass
+        spellings.append((f"({a})/100", b) if "%" in a else (a, f"({b})/100"))
+    for x, y in spellings:
+        for values in itertools.product(_readings(x), _readings(y)):
+            with contextlib.suppress(*_FAILURES):
+                if all(map(_same, *values)) or _proportional(*values):
+                    return True
     return _same_text(a, b)
 
 
+# ---- 6. rounded answers -------------------------------------------------------------------------
+
 _MEASURED = re.compile(
-    r"\$?[-+]?(\d*\.?\d*)(?:(?:e|\s*\\(?:times|cdot)\s*10\^)\{?([-+]?\d{1,3})\}?)?\$?", re.I
+    r"(?i)\$?([-+]?)(\d+\.?\d*|\.\d+)(?:(?:e|\s*\\(?:times|cdot)\s*10\^)\{?([-+]?\d{1,3})\}?)?\$?"
 )
 
 
@@ -488,27 +534,20 @@ def rounds_to(answer: str, gold: str) -> bool:
 
     Minerva's gold answers are rounded results. Only their form shows it: scientific notation
     (4.5e33), or a decimal of three or more significant digits (41.8). The answer may differ by half
-    a unit in the last digit of the gold answer, and by 1 % at most: 41.83 counts for 41.8, and 41.9
-    does not. Integers, short decimals (1.5) and all other gold answers must be equal.
-
-    There is one exception: the answer itself states the gold decimal after its value, as in
-    \sqrt{2.5} \approx 1.6 for 1.6. Then half a unit is the only limit, also for short decimals.
+    a unit in the last digit, and by 1 % at most. All other gold answers must be equal.
     """
     match = _MEASURED.fullmatch(gold.strip())
-    if match is None or len(answer) > MAX_CHARS or len(gold) > 40:
+    if match is None or max(len(answer), len(gold)) > MAX_CHARS:
         return False
-    digits, exponent = match.groups()
-    _, sign, decimal = answer.replace("≈", r"\approx").rpartition(r"\approx")
-    stated = sign and math_equal(decimal, gold)
-    short = len(digits.replace(".", "").lstrip("0")) < 3 and not stated
-    if not exponent and ("." not in digits or short):
+    sign, digits, exponent = match.groups()
+    number = digits.replace(".", "").lstrip("0")
+    if not exponent and ("." not in digits or len(number) < 3):
         return False
-    try:
-        target, value = (_Reader(_readings(clean(x))[0], 0).answer() for x in (gold, answer))
-        if isinstance(value, _Form) and value.kind == "=" and value.name:
-            value = value.parts[1]
-        unit = _power(10, int(exponent or 0) - len(digits.partition(".")[2]))
-        slack = unit / 2 if stated else min(unit / 2, abs(target) / 100)
-        return abs(value - target) <= slack and not value.imag
-    except _FAILURES:
-        return False
+    unit = Fraction(10) ** (int(exponent or 0) - len(digits.partition(".")[2]))
+    target = int(sign + (number or "0")) * unit
+    slack = min(unit / 2, abs(target) / 100)
+    for values in _readings(clean(answer)):  # a variable differs from point to point
+        with contextlib.suppress(*_FAILURES):
+            if all(abs(x - target) <= slack and not x.imag for x in map(_bare, values)):
+                return True
+    return False

@@ -8,7 +8,7 @@ import spellings
 from spellings import boxed
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
-from support import answers, latex
+from support.answers import RULES
 from support.errors import RewardError
 
 needs_benchmarks = pytest.mark.skipif(
@@ -16,36 +16,26 @@ needs_benchmarks = pytest.mark.skipif(
 )
 
 EQUAL = r"""
-\frac12 | .5
-1\frac{4}{5} | 1.8
-11,\! 111,\! 111,\! 100 | 11111111100
-1.2 \times 10^{-3} | 1.2*10^-3
-17.5\% | 17.5
-62.5% | 0.625
-\$18.90 | 18.9
-5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5 \text{ 元} | --5 | 5 = x
-5 | \overline{AB} = 5 | \{5\} | \text{Distance} = \text{5 km} | S_{10} ≡ 5 (mod 7)
+\frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2
+1\frac{4}{5} | 1.8 | 1 4/5
+11,\! 111,\! 111,\! 100 | 11111111100 | 11,111,111,100 | 11{,}111{,}111{,}100
+17.5\% | 17.5 | 17.5 percent
+5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5 \text{ 元} | 5元 | --5 | 5 = x | 5 cm
+5 | \overline{AB} = 5 | \{5\} | \text{Distance} = \text{5 km} | S_{10} ≡ 5 (mod 7) | x₁ = 5
 15 | 15\mbox{ cm}^2 | 5 \text{ cm} \times 3 \text{ cm}
 3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
-4 \text{ cm}, 6 \text{ cm}^2 | 4, 6
 6 \text{ three-digit numbers} | 6
 \text{-}5 | -5
 \sqrt{12} | 2\sqrt3
 5 \sqrt[3]{4} | 5\cdot 4^{1/3}
 \sqrt{-4} | 2i
 \frac{100!}{2^{50}} | 100!/2^50
-\binom{2n}{n} | \frac{(2n)!}{(n!)^2}
-\frac{d !}{2 k(d-k) !} | \frac{d!}{2k \cdot (d-k)!}
-2^3^2 | 512
+\binom{2n}{n} | \frac{(2n)!}{(n!)^2} | {2n \choose n}
 \frac{n(n+1)}{2} | \frac{n^2+n}{2}
 (n-2) 2^{n} | 2^n n - 2^{n+1}
 e^{i\pi} | -1
-\sin \pi | 0
-(1+\sqrt2)^{30} | (3+2\sqrt2)^{15}
 (5/2)! | \frac{15\sqrt\pi}{8}
-200!/198! | 39800
 \sin(x) y | y \sin x
-\ln 2 + i\pi / 3 | \frac{\pi}{3} i + \ln(2)
 3 | \log_2 8 | 3^{\text{rd}}
 \ln^{-1} 2 | 1/\ln 2
 \sin ^{2} \theta | 1 - \cos^2(\theta)
@@ -53,215 +43,172 @@ np.arcsin(10/13) | \sin^{-1}\left(\frac{10}{13}\right)
 \operatorname{sin} 2x | 2 \sin x \cos x
 \ln 2 - i | \mathrm{ln}\,2-\text{i} | \text{ln}(2) - \mathrm{i}
 5 | 5\text{ sec}
-\frac{1}{2}(\exp{a*t} + \exp{-a*t}) | \cosh(at)
 \sqrt{x^2} | x
+x^{2020} + 1 | 1 + x^{2020}
 (3/7)^{1300} (11/5)^{900} | (11/5)^{900} (3/7)^{1300}
 \lfloor n/3 \rfloor + 1 | \lfloor (n+3)/3 \rfloor
-\lfloor 5.5 \rfloor + \lfloor \log_{10} 1000 \rfloor | 8
--\lfloor -x \rfloor | \lceil x \rceil
 \mathbf{v} + \vec{a} t | v + a t
-m l \ddot{\theta}_1 - \dot{x} | -\dot{x} + l m \ddot{\theta}_{1}
-m (dv/dt + 1) | m ((d v)/(d t)) + m
+v_{\text{red}} t | t v_\text{red}
 y^{\prime}+r y-r x(t)=0 | y' = r x(t) - r y
 I(0) + 1 | 1 + I(0)
+\frac{1}{12} | 0.0833333333333
 y = 2x+1 | 2x - y + 1 = 0
+2x + 2y = 200004 | x + y = 100002 | y = 100002 - x
+\frac{x}{3} + y = 12345678 | x + 3y = 37037034
+y = \sqrt{2} x + e^x | e^x - y + \sqrt2 x = 0
 (x,y) = (1,2) | (1,2)
 f(x)=x, f(x)=-x | f(x)=-x, f(x)=x
 12 | f(2)+f(3) = 12 | 12^{\mathrm{th}} \text{ day}
 4 | AB=4\text{ cm} | NO = 4
-\angle PSQ = 145^\circ | 145
 m+n = 20+17 = 37 | 37
-[ABC] = 84 | 84
 \sin\theta = \frac{3}{5} | \frac35
-x=y=z=3 | x=3, y=3, z=3
 \sqrt2 | x = \sqrt{2} \approx 1.41 | \sqrt{2} \text{ m} \approx 1.41 \text{ m}
 3.14 | AB \approx 3.14 | ≈ 3.14
 (1/3, 2/3) \approx (0.33, 0.67) | (1/3, 2/3)
 (1, 2) | \left( 1,2 \right)
 -(1, 2) | (-1, -2)
 3, 1, 2 | \{1, 2, 3\} | 1, 2, and 3
+100,200 | 100200 | 200, 100
 \{1\pm\sqrt{5},-2\} | -2, 1+\sqrt5, 1-\sqrt5
-x = 1 \text{ or } 2 | x=1 \text{ or } x=2
 $64$,$125$ | 125, 64
-x \in [-2,7] | -2 \le x \le 7
-k \geqslant 2 | [2, \infty)
-x < 2 | (-\infty, 2)
+x \in [-2,7] | -2 \le x \le 7 | 7 \ge x \geq -2
+k \geqslant 2 | [2, \infty) | 2 \le k
+x < 2 | (-\infty, 2) | 2 > x
 0 <= x < 1 | [0,1)
-x < -\infty | (-\infty, -\infty)
 x != 2 | x \ne 2
-(-\infty, 0) \cup\{1\}. | \{1\} ∪ (-∞, 0)
-a < 0 \text{ or } a = 1 | (-\infty,0)\cup\{1\}
-x \in \mathbb{R} | (-\infty,\infty)
-\text{all real numbers} | \mathbb R
+(-\infty, 0) \cup\{1\}. | \{1\} ∪ (-∞, 0) | a < 0 \text{ or } a = 1
+x \in \mathbb{R} | (-\infty,\infty) | \text{all real numbers} | \mathbb R
 \{\} | \varnothing
 \begin{pmatrix} 1/5 \\ 2 \end{pmatrix} | \begin{bmatrix} 0.2 \\ 2 \end{bmatrix}
 \begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix} | \begin{bmatrix}-1&0\\0&-1\end{bmatrix}
 \frac{1}{5}\begin{pmatrix} 1 \\ -18 \end{pmatrix} | \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}
--\left(\begin{array}{cc} 1 & 0 \end{array}\right) | \begin{pmatrix} -1 & 0 \end{pmatrix}
-17_9 | 17
-(52)_8 | 52_8
+17_9 | 17 | 17_{9} | (17)_9 | 17₉
 \text{Evelyn} | evelyn
-\text{(C)} | C
 \text{MR} = \text{SRMC} | MR=SRMC
-\text{Profit} = \text{Revenue} - \text{Cost} | Profit + Cost = Revenue
-735 \pmod{1000} | 735
 5 \ (\text{mod } 7) | 5 \bmod 7
 N \equiv 5 \pmod{10^3} | 5 mod 10^3
 n \equiv 1, 3 \pmod 8 | 3, 1
 n \bmod 2 | n \pmod{2}
 \text{north-west} | Northwest
-2 | |3-5| = 2 | 17 \bmod 5 = 2 | r = 2^{10} \bmod 7 = 1024 \bmod 7 = 2
-\left|2-\sqrt{5}\right| | \sqrt5-2
-|-10^{20}| | 10^{20}
-1 | \lim_{x \to 0} \frac{\sin x}{x} = 1 | \lim_{\theta \to 0} \frac{\sin \theta}{\theta} = 1
-L = \lim_{n\to\infty} a_n = \frac12 = 0.5 | 0.5
-\int_0^1 x \,\mathrm{d}x = \frac{1}{2} | 1/2
--2 | \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix} = -2
--2 | \det \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} = -2
 2:3 | 4:6
-09:30 | 9:30
-10:30 \text{ a.m.} | 10:30 | 10:30 \text{ AM}
 12 | 12 \text{ divisors} | 12 \text{ factors} | 12 divisors
 20\% | 20\% \text{ increase} | 20\% \text{ increased}
-3 | 3 \text{ km north} | 3 \text{ km north-west} | 3 \text{ km NorthEast}
 \pm a m | \pm am
-\begin{pmatrix} 2ma \\ 0 \end{pmatrix} | \begin{bmatrix} 2am \\ 0 \end{bmatrix}
-2amp | 2pma
-12 \text{ marbles} | 12 \text{ decks}
-1:20 | \frac{1}{20}
 \\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
+t^{2} \lvert y \rvert | t^2 \left| y \right|
+-221_{3} | -221_3
+\{x \mid x^{2} > 2\} | \{ x \vert x^2 > 2 \}
+（1，2） | (1,2)
+25％ | 25\%
+ｘ＝７。 | x = 7
+｛1；2｝ | 2, 1
+C | (C) | \text{(C)} | \textbf{(C)}\ 7 | C. 7 | C) 7 | C．7 | \text{Option C} | Option C: \frac12
 """
 DIFFERENT = r"""
 2 | \mathrm{ln}\,2 | \text{arctan}(2) | 2\text{ pi} | 2\text{i}
 1.5 | 1.50001
 \pi | 3.1415927
 10^{100} | 10^{100}+1
-\frac13 | 0.333333333333
-2^{10} | 2^{1}0
--2 | \sqrt{-4} | \det \begin{pmatrix} x & 2 \\ 3 & 4 \end{pmatrix} = -2
-1 | \frac{1}{0} | NaN | 1_000 | \infty^0 | \lfloor 0.9999999999 \rfloor | \lceil \{1\} \rceil
+2^{100}+2 | 2^{100}-2
+\frac{1}{2004!} | \frac{1}{2006!}
+e^{500} e^{500} | e^{400} e^{500}
+x + 10^{10} | x + 10^{10} + 1
+\frac13 | 0.3333
+-2 | \sqrt{-4}
+1 | \frac{1}{0} | NaN | \lceil \{1\} \rceil
 3!! | 720
-n^2! | (n^2)! | n^{(2!)}
+n^2! | (n^2)!
 (1,2) | (2,1) | [1,2] | (1,2]
-\{1,1\} | \{1,2\}
-1,2 | 1,2,3
+\{1,1\} | \{1,2\} | 1
+1,2 | 1,2,3 | 12
 6 | \{5, 6\} | 2 3 | {2}{3} | 6 \text{ one-hundredths}
-\{\varnothing\} | \varnothing
-x | |x| | y | \dot{x} | x = y | x = \sum_{k=1}^{2} k =
-\bar{z} | z
-0 | I(0) | \infty - \infty | 0 \cdot \infty | \lfloor m/50 \rfloor \lfloor n/50 \rfloor
+x | |x| | y | \dot{x} | x = y
+0.\overline{3} | 0.\overline{6} | 0 | 0.3
+0 | I(0) | \lfloor m/50 \rfloor \lfloor n/50 \rfloor
 0 | 0 \text{ At Most} | \text{at least} \cdot 0 | 0 \Rightarrow x
 17_9 | 17_8
-(52)_8 | 42
-101_1 | 101
 1:2:3 | 1:3:2
 4:30 | 4.5 | 2:15
 (2:15) | (4:30)
-2:15 PM | 4:30 PM
-10:30 AM | 10:30 PM
 5 \text{ a.m.} | 5 \text{ p.m.}
 20\% \text{ increase} | 20\% \text{ decrease} | 20% decrease
 \text{a loss of } \$5 | \$5 \text{ profit} | a gain of 5
-n \text{ is even} | n \text{ is odd}
 2 | \text{all powers of } 2 | \text{a power of } 2 | \text{divisors of } 2
 3 | \text{numbers divisible by } 3 | \text{factors of } 3
-3 \text{ km east} | 3 km west
 30 \text{ north of east} | 30 \text{ south of east} | 30 \text{ north of west}
-2 | 2^{nd} | 2 {{}{}} | n \bmod 5 = 2 | 17 \bmod 0 = 2 | |x| = 2 | |x-3| = 2 | |-3 < 2| = 2
-2 | P(1|2) = 2 | \lim_{x \to 0} x \ne 2 | \lim_{x \to 0} x = 2 \le 3 | \lim_{x \to 0} x \le 1 = 2
-2 | \int_0^a x \,dx = 2 | \int_0^\alpha x \,dx = 2
-3 | \frac{3^{\text{rd}}}{2} | 1=2=3 | x = 2 = 3 | \pi = 3 | 2 1\frac{1}{2} | \lim_{x \to a} x = 3
-3 | \lim_{x \to 0} \frac{\sin ax}{x} = 3 | \int_0^1 x \,dx = 2 = 3 | 3 ] 4
+2 | 2^{nd} | 2 {{}{}} | n \bmod 5 = 2 | |x| = 2 | P(1|2) = 2 | \int_0^a x \,dx = 2
+3 | \frac{3^{\text{rd}}}{2} | 1=2=3 | x = 2 = 3 | \pi = 3 | 2 1\frac{1}{2} | 3 ] 4
 y=2x | x=2y
-2 + 2 = 5 | 2 + 2 = 6
 SRMC | MR=SRMC | \text{MR} = \text{SRMC}
-5 | 2x = 5 | x^2 = 5 | x \not= 5 | \lfloor 5.5 \rceil | \lfloor (1,2) \rfloor | 5 \text{ or more}
-5 | 5 \text{万} | \text{5 or 6} | 5 \text{\text{ at least } cents} | \text{Area} 5 = 6
-5 | \mbox{ - } 5
-5 | 12 \pmod 7 | \begin{vmatrix} x & 1 \\ 2 & 3 \end{vmatrix} = 5 | 2 \equiv 5 \pmod 7
-5 | x \not\equiv 5 \pmod 7 | 0.05
-2^x = \pi | 2^x
-AB = CD | CD
+5 | 2x = 5 | x^2 = 5 | -x = 5 | x \not= 5 | \lfloor 5.5 \rceil | \lfloor (1,2) \rfloor
+5 | 5 \text{ or more} | 5 \text{万} | 5万 | \text{5 or 6} | \text{Area} 5 = 6
+5 | 5 \text{\text{ at least } cents}
+5 | \mbox{ - } 5 | 12 \pmod 7 | 2 \equiv 5 \pmod 7 | x \not\equiv 5 \pmod 7 | 0.05
+2x | 2x = e | 2^x = \pi
 f(2) = 5 | f(3) = 5
 x=y=z=1 | x=y=1
-f(x)=x | f(z)=y
-f(x)=x+a | f(a)=a+x
 f(x,y)=x-y | f(y,x)=x-y
-\approx 3.14 | 3.15
+n = 100002 | n = 100003
+x+y=100002 | x+y=100003
+AB = 12345678 | AB = 12345679
+x^2 + y^2 = 10^{20} | x^2 + y^2 = 10^{20} + 1
+\frac{x}{3} + y = 12345678 | \frac{x}{3} + y = 12345679
+1000001 x + y = 1 | 1000002 x + y = 1
+y = \sqrt{2} x + 12345678 | y = \sqrt{2} x + 12345679
+y = e^x + 1000000 | y = e^x + 1000001
 36 \approx 37 | 37
 x > 2 | x \ge 2
-x >= 2 | x <= 2
 x \ne 2 | x < 2
 [1,2] | 2x \in [1,2]
 1 < 2x < 4 | (1,4)
-x<2 | y=2
-a < 0 \text{ or } b = 1 | (-\infty,0)\cup\{1\}
-a < 0 \text{ and } a > 1 | (-\infty,0)\cup(1,\infty)
-(1,2) \cup (3,4), (5,6) | (1,2), (3,4), (5,6)
 (4 \text{ or } 6) | (4, 6)
 \mathbb{R} \setminus \{2\} | \mathbb{R}
--(\infty, 0) | (-\infty, 0)
-\infty | 2 \infty | 1.7 \cdot 10^{300}
-2[1,2] | [2,4]
+\infty | -\infty | 2 \infty | 1.7 \cdot 10^{300}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 2 & 1 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}
-\begin{bmatrix} 1 & 2 \\ 3 & 4 & 5 & 6 \end{bmatrix} | \begin{bmatrix} 1&2\\3&4\\5&6 \end{bmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix}\begin{pmatrix} 1 \\ 2 \end{pmatrix} | ((1,2),(2,4))
 \begin{pmatrix} 1 \\ 2 \end{pmatrix}^2 | \begin{pmatrix} 1 \\ 4 \end{pmatrix}
-\lfloor n/2\rfloor | \lceil n/2\rceil
-\lfloor \log_2 n \rfloor + 1 | \lceil \log_2 n\rceil
+\lfloor n/2\rfloor | \lceil n/2\rceil | n/2
 \lfloor (v+3)/99991\rfloor | \lfloor (v+4)/99991\rfloor
-\lfloor \log_2 (-n) \rfloor | \lfloor \log_2 n \rfloor
 x 2 | 2x
 1 234 567 8 | 12345678
 5^\circ 30' | 150
 50\% 20 | 1000
 \sin 2 3 | \sin 6
 12 \text{ out of } 15 | 180 | 12 \text{ in } 15
-5 ft 6 in | 6 ft 5 in
 \sqrt{2} \text{ ft } 3 \text{ in} | 3\sqrt2
 \text{at least } 5 | \text{at most } 5
 4, 6, \text{none} | 4, 6
 x = \text{5} + 1 | x = 1
-5 \text{ base } 8 | 40
 5 \pmod 7 | 5 \bmod 8 | 35
 x \equiv 1,3 \pmod 7 | 3,1 \pmod 8
-17 | 17 \bmod 5 = 17 | 17 \bmod 5 = 2
-2x \equiv 4 \pmod 7 | 4
-|3-5| = 7 | 7
-|3-10000000003| | 10000000001
-3|12|24 | 864
-1, 2 | \lim_{x \to 0} x = 1, 2 | 1, 2, ...
+1, 2 | 1, 2, ...
 \sum_{k=1}^{n} k = 55 | 55
-\lim_{x \to 0} 2^x = \theta | \theta
-\int_0^1 x \,dx = \frac12 = 0.6 | 0.6
-n \bmod 2 | n
 n \bmod m | m \bmod n
 \text{MR} = \text{SRMC} | MR = SRAC
-\text{MR} > \text{SRMC} | MR = SRMC
-5 ? 3 | 3 ? 5
 1 \\ 2 | 12
 17.%5 | 17.5%
-33.5 percent | 3.35
 r^2_1 | r_2^1
-\frac{dy}{dx} | \frac{y}{x} | \frac{dy}{dt}
+\frac{dy}{dx} | \frac{dy}{dt}
 \int x dx | x \int dx
 east | seat
-\text{no} | on
-\quad | \;
 (1,234) | 1234
 abc | -abc | a, b, c
-\text{east0} | \text{east}
+t^{2} \mid y | t_{2} \mid y | t^3 | y
+\{x \mid x > 2\} | \{x | x < 2\}
+-221_3 | -221_4 | 221_3
+（1，2） | （2，1）
+25％ | 52％
+7。 | 7。5
+B | (C) | A or B | B or C | (B) or (C) | \text{B or C} | B. 7 or C. 8 | (A) B | B + 7 | BC. 7
+B | not (B) | \textbf{(A)}\ 7 | Option C | (B), (C) | 7 B | A. B | b. 7
+BC | (B) 7 | (BC) 7
+b | (b) 7
 """
-
-
 VALUE_WORDS = """
-least most about approximately around roughly nearly almost between more less fewer greater larger
-smaller over under above below up not no without except minus plus negative squared cubed factorial
-multiple twice double triple half quarter perhaps maybe possibly zero one two three four five six
-seven eight nine ten third fifth tenth hundredth dozen hundred thousand million billion trillion
+least most about nearly almost between more less over under above below up not no without minus plus
+negative squared cubed twice double half zero one two third dozen hundred thousand million billion
 """.split()
 
 
@@ -271,13 +218,9 @@ def pairs(table: str) -> list[tuple[str, str]]:
     return [(first.strip(), other.strip()) for first, *others in rows for other in others]
 
 
-@pytest.mark.parametrize("rule", latex.RULES, ids=[rule[2] for rule in latex.RULES])
-def test_cleaning_rule(rule, monkeypatch):
-    """Each rule's example is cleaned as the table says, and not without the rule."""
-    _, _, before, after = rule
-    assert latex.clean.__wrapped__(before) == after
-    monkeypatch.setattr(latex, "RULES", [other for other in latex.RULES if other is not rule])
-    assert latex.clean.__wrapped__(before) != after
+@pytest.mark.parametrize("pattern, new, before, after", RULES, ids=[rule[2] for rule in RULES])
+def test_cleaning_rule(pattern, new, before, after):
+    assert pattern.sub(new, before) == after != before
 
 
 @pytest.mark.parametrize("a, b", pairs(EQUAL))
@@ -328,14 +271,11 @@ def test_an_earlier_box_never_counts():
 
 def test_rounded_gold_answers():
     right = {"41.8": ["41.83", "x = 41.83"], "4.5e33": [r"4.4967 \times 10^{33}"]}
-    right |= {"3e8": ["299792458"]}
-    right |= {"1.6": [r"x = \sqrt{2.5} ≈ 1.60", r"\sqrt{2.5} \text{ m} \approx 1.58 \approx 1.6"]}
-    wrong = {"41.8": ["41.9", "41.7", "41.8 + 0.01i", r"41.83 \text{ at least}"]}
+    right |= {"3e8": ["299792458"], "-0.0333": [r"-\frac{1}{30}"]}
+    wrong = {"41.8": ["41.9", "41.7", "41.8 + 0.01i", r"41.83 \text{ at least}", "-41.83"]}
     wrong |= {"4.5e33": ["4.6e33", "4.5e32"], "326.5": ["327"], "1.5": ["1.50001"]}
-    wrong |= {"1000": ["1001"], r"\frac13": ["0.3334"], "37": [r"36.7 \approx 37"]}
-    wrong["3e8"] = ["3.1e8"]
-    wrong["1.6"] = [r"\sqrt{2.5}", r"\sqrt{2.5} \approx 1.5", r"1.66 \approx 1.6", r"7 \approx 1.6"]
-    wrong["1.6"] += [r"2, \sqrt{2.5} \approx 1.6", r"x > \sqrt{2.5} \approx 1.6"]
+    wrong |= {"1000": ["1001"], r"\frac13": ["0.3334"], "1.6": [r"\sqrt{2.5}"], "3e8": ["3.1e8"]}
+    wrong |= {f"{value / 100:.2f}": ["x"] for value in range(100, 200)}  # a variable is no number
     for table, expected in ((right, True), (wrong, False)):
         for gold, spelt in table.items():
             for answer in spelt:
@@ -417,14 +357,6 @@ def test_every_gold_answer_is_equal_to_itself_and_symmetric():
         assert math_equal(gold, other) == math_equal(other, gold)
 
 
-def test_hostile_input_is_refused_quickly():
-    assert len(spellings.filled("7")) < answers.MAX_CHARS
-    for name, text in spellings.HOSTILE.items():
-        assert is_correct(boxed(text), "123") is False, name
-    for name, slowest in spellings.hostile_seconds(is_correct).items():
-        assert slowest < 0.1, name
-
-
 def test_not_strings():
     for value in (None, 5, b"\\boxed{5}", ["5"]):
         assert extract_answer(value) is None and is_correct(value, "5") is False
@@ -436,7 +368,7 @@ FRAGMENTS = r"""
 \right \text{ \begin{pmatrix} \end{pmatrix} & \\ \lfloor \rfloor \lfloor(1,2)\rfloor \infty \pi
 e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √ ² \overline
 \equiv \pmod{7} \text{m}=\text{n}
-\boxed{ \cdot \dot{x} nan np.
+\boxed{ \cdot \dot{x} nan np. （1， 5元 (B) option
 """.split()
 
 
@@ -457,6 +389,19 @@ def test_fuzz():
         if answer:
             extracted += 1
             assert "boxed" in answer or is_correct(boxed(answer), answer), answer
-        extract_answer(a + b)
         is_correct(boxed(a), b)
     assert extracted > 1_500
+
+
+@pytest.mark.parametrize("length", [590, 10_000])
+def test_hostile_input_is_refused_quickly(length):
+    fragments = [piece * (length // len(piece) - 1) for piece in FRAGMENTS]
+    for text in spellings.hostile(length) + fragments:
+        assert not is_correct(boxed(text), "123")
+        for response, gold in ((boxed(text), "5"), (boxed("0 + " + text), text), (text, "5")):
+            assert spellings.seconds(is_correct, response, gold) < 1, text[:50]
+
+
+def test_long_responses_are_read_quickly():
+    for text in spellings.RESPONSES:
+        assert spellings.seconds(is_correct, text, "5") < 1, text[:50]
