@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import rollout
 from support.head import HeadStats
 
+HEADS = ("our_head", "plain_head")
 STOPS = range(1, 13)  # ids that end a response: of a random model one token in 85, of 1,024 ids
 
 
@@ -116,14 +117,10 @@ def main() -> None:
     torch.set_num_threads(1)
     tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
     rows, longest = (8, 60) if quick else (96, 256)
-    (_, ours), (_, plain) = (
-        head_costs(name, tokens, words, width) for name in ("our_head", "plain_head")
-    )
+    ours, plain = (head_costs(name, tokens, words, width)[1] for name in HEADS)
     what = f"output head, {tokens:,} tokens x {words:,} words x {width:,}, forward and backward"
     table = [[what, "all logits at once", f"{plain / ours:.3g} times less extra memory"]]
-    (ours, _), (plain, _) = (
-        head_costs(name, tokens // 4, words, width) for name in ("our_head", "plain_head")
-    )
+    ours, plain = (head_costs(name, tokens // 4, words, width)[0] for name in HEADS)
     what = f"the same with {tokens // 4:,} tokens"
     table += [[what, "all logits at once", f"{ours / plain:.3g} times the time"]]
     what = f"sampling, {4 * rows} responses up to {longest} tokens in {rows} rows"

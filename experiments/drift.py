@@ -16,8 +16,8 @@ from runs import Run
 from reward import is_correct
 
 STEPS = 130
-FLAGS = f"""--model {{base}}/checkpoints/step_000028 --reward experiments/drift.py:nine_of_ten
-    --steps {STEPS} --save_every 0 --log_samples 0
+FLAGS = f"""@tests/tiny/args --model {{base}}/checkpoints/step_000028
+    --reward experiments/drift.py:nine_of_ten --steps {STEPS} --save_every 0 --log_samples 0
     --eval_every {STEPS} --eval_benchmarks tests/tiny/test.jsonl"""
 FIVE = {"STAPO": "stapo", "JustRL": "justrl"}  # seeds
 THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}

@@ -28,9 +28,9 @@ GUESSES = tuple(f"Idea{i:03}" for i in range(768))
 SHARE = len(USEFUL) / len(USEFUL + GUESSES)  # of responses that begin with a useful word
 WORKED = 0.75  # share of pre-training texts that work the sum out, to learn the skill from
 STEPS = 32
-FLAGS = f"""--model {{base}} --reward experiments/openings.py:useful_and_right --steps {STEPS}
-    --save_every 0 --log_samples 512 --eval_every {STEPS} --eval_samples 1
-    --eval_benchmarks tests/tiny/test.jsonl"""
+FLAGS = f"""@tests/tiny/args --model {{base}} --steps {STEPS}
+    --reward experiments/openings.py:useful_and_right --save_every 0 --log_samples 512
+    --eval_every {STEPS} --eval_samples 1 --eval_benchmarks tests/tiny/test.jsonl"""
 COLUMNS = dict.fromkeys(("half", "+1, 10 to 20", "+1, last five", "held out", "useful, %"), ".1f")
 COLUMNS |= {"entropy, last five": ".2f"}
 

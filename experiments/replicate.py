@@ -17,8 +17,8 @@ import runs
 from runs import METHODS, Rows, Run, mean_over, table
 
 PAIR = ("STAPO", "JustRL")
-FLAGS = """--model {base} --data {base}/train.jsonl --steps 25 --save_every 0 --log_samples 0
-    --eval_every 25 --eval_benchmarks {base}/test.jsonl"""
+FLAGS = """@tests/tiny/args --model {base} --data {base}/train.jsonl --steps 25
+    --save_every 0 --log_samples 0 --eval_every 25 --eval_benchmarks {base}/test.jsonl"""
 NOISE = (0, 1, 3, 8, 12)  # % of the response tokens in the base model's pre-training
 SPANS = {"5 to 10": "+.1f", "10 to 20": "+.1f", "last five": "+.1f", "held out": "+.1f"}
 

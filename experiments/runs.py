@@ -33,11 +33,11 @@ METHODS = {  # the names in the tables
 
 
 class Run(NamedTuple):
-    """A run of `stapo.py @tests/tiny/args` with more flags."""
+    """A run of stapo.py."""
 
     row: str  # of the table: the runs of a row differ in their seed alone
     seed: int
-    flags: str  # {base} stands for the folder of `base`
+    flags: str  # without --seed and --output; {base} stands for the folder of `base`
     base: str = ""  # the program and flags that make what the run begins from; "": tests/tiny
 
     def folder(self, output: Path) -> Path:
@@ -71,8 +71,7 @@ def make_all(runs: Sequence[Run], output: Path, jobs: int) -> None:
     programs = {}
     for run in runs:
         flags = run.flags.replace("{base}", shlex.quote(str(bases[run.base])))
-        program = f"stapo.py @tests/tiny/args {flags} --seed {run.seed}"
-        programs[run.folder(output)] = program
+        programs[run.folder(output)] = f"stapo.py {flags} --seed {run.seed}"
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(make, bases, bases.values()))
         made = pool.map(make, programs.values(), programs)
@@ -101,8 +100,8 @@ Rows = dict[str, dict[Any, dict[str, Any]]]  # row -> seed -> numbers of the run
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table."""
-    cells = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in cells)
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (heading, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(heading)}", *lines[1:]])
 
 
 def cell(values: list[float], form: str) -> str:

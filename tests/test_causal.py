@@ -41,8 +41,8 @@ def distributions(model, batch) -> list[tuple[int, int, torch.Tensor]]:
 
 
 def test_one_step_is_a_plain_gradient_step_and_is_taken_back(policy, batch):
-    """Of J over three tokens of each of the first ten answers, by autograd on the logits."""
-    model, chosen = policy.model, batch.mask & (batch.mask.cumsum(1) <= 3)
+    """Of J over the first ten answers, by autograd on the logits."""
+    model, chosen = policy.model, batch.mask.clone()
     chosen[10:] = False
     stepped, untouched = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     tokens, change, times, same_sign = causal.one_step(policy, batch, chosen, lr=1e-3)
@@ -62,10 +62,10 @@ def test_one_step_is_a_plain_gradient_step_and_is_taken_back(policy, batch):
                 p, H = old[batch.ids[row, column]], -(old * old.log()).sum()
                 lemma = -p * (p.log() + H) * batch.advantages[row]
                 signs.append(float(lemma) * changes[-1] > 0)
-    assert tokens == len(inside) == 30
+    assert tokens == len(inside) > 100
     assert change == pytest.approx(1e3 * sum(changes) / len(changes), rel=1e-3)
-    assert times == pytest.approx(30 * change)
-    assert same_sign == pytest.approx(100 * sum(signs) / 30, abs=0.1)
+    assert times == pytest.approx(tokens * change)
+    assert same_sign == pytest.approx(100 * sum(signs) / tokens, abs=0.1)
 
 
 @torch.no_grad()

@@ -102,7 +102,7 @@ def test_every_planned_run_is_one_of_stapo(plan, monkeypatch):
     flags = {(run.row, run.flags.replace("{base}", "tests/tiny")) for run in plan}
     assert len(flags) == len({run.row for run in plan})  # a row differs in its seeds alone
     for _, each in flags:
-        cfg = parse_flags(stapo.Config, "", ["@tests/tiny/args", *each.split()])
+        cfg = parse_flags(stapo.Config, "", each.split())
         stapo.check_flags(cfg)
         load_reward(cfg.reward)
         assert cfg.steps == cfg.eval_every > 20
@@ -110,7 +110,7 @@ def test_every_planned_run_is_one_of_stapo(plan, monkeypatch):
 
 def test_whole_runs_are_not_made_again(tmp_path, monkeypatch, capsys):
     """A base model, a run that begins from it, and the same command again."""
-    flags = f"""--model {{base}} --data {ROOT}/tests/tiny/test.jsonl --steps 1 --batch_size 2
+    flags = """@tests/tiny/args --model {base} --steps 1 --batch_size 2
         --mini_batch_size 2 --max_new_tokens 9 --save_every 0"""
     plan = [runs.Run("a row", seed, flags, "experiments/make_tiny.py --steps 1") for seed in (3, 4)]
 
