@@ -10,14 +10,14 @@ that was interrupted begins anew. Checkpoints are deleted. With --figure FILE it
 """
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
-ROOT = Path(__file__).resolve().parent.parent
+from runs import ROOT, cell, markdown, read_metrics
+
 RECIPE = ROOT / "recipes" / "smollm2-135m-cpu"
 METHODS = {"STAPO": "stapo", "JustRL": "justrl"}
 SETTINGS = {  # the seeds of both methods, and flags beside those of the recipe
@@ -52,30 +52,18 @@ def run(path: Path, flags: str, model: str) -> None:
     partial.rename(path)
 
 
-def read(path: Path) -> tuple[list[dict], list[dict]]:
-    """Return the metrics of a run's steps, and its scores before step 1 and at the end."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    scores = [next(iter(line["eval"].values())) for line in lines if "eval" in line]
-    return [line for line in lines if "eval" not in line], scores
-
-
 def summary(path: Path) -> dict[str, float]:
     """Return a run's numbers. Entropy, rare and silenced tokens are means over the steps.
 
     Step 1 is left out of these means: its responses are sampled before any update.
     """
-    steps, scores = read(path)
+    steps, scores = read_metrics(path)
     means = {"entropy": "entropy", "rare": "low_prob_fraction", "silenced": "silenced_fraction"}
     means = {name: fmean(step[key] or 0 for step in steps[1:]) for name, key in means.items()}
     means |= {"rare": means["rare"] * 100, "silenced": means["silenced"] * 100}
-    means |= {"before": scores[0]["mean"], "after": scores[-1]["mean"]}
+    means |= {"before": scores[0]["mean"], "after": scores[len(steps)]["mean"]}
     last = {"length": steps[-1]["response_length"], "cut": steps[-1]["truncated_fraction"] * 100}
     return means | last
-
-
-def with_error(values: list[float], form: str) -> str:
-    """Return the mean of independent values with its standard error."""
-    return f"{fmean(values):{form}} ± {stdev(values) / len(values) ** 0.5:{form}}"
 
 
 def table(output: Path, setting: str) -> str:
@@ -88,15 +76,14 @@ def table(output: Path, setting: str) -> str:
     if len(runs) < 2:
         return f"{setting}: fewer than two seeds are whole"
     seeds = ", ".join(map(str, runs))
-    lines = [f"| {setting}, seeds {seeds} | STAPO | JustRL | JustRL - STAPO | JustRL is higher |"]
-    lines += ["|---|---|---|---|---|"]
+    heading = [f"{setting}, seeds {seeds}", *METHODS, "JustRL - STAPO", "JustRL is higher"]
+    rows = []
     for text, (key, form) in ROWS.items():
         stapo, justrl = ([pair[i][key] for pair in runs.values()] for i in (0, 1))
         gaps = [b - a for a, b in zip(stapo, justrl)]
-        cells = [with_error(values, form) for values in (stapo, justrl, gaps)]
-        cells += [f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"]
-        lines += [f"| {' | '.join([text, *cells])} |"]
-    return "\n".join(lines)
+        higher = f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
+        rows.append([text, *(cell(values, form) for values in (stapo, justrl, gaps)), higher])
+    return markdown(heading, rows)
 
 
 def figure(output: Path, file: Path) -> None:
@@ -114,7 +101,9 @@ def figure(output: Path, file: Path) -> None:
         for axis, (key, title) in zip(row, panels.items()):
             for method, colour in zip(METHODS, ("tab:blue", "tab:red")):
                 paths = [folder(output, setting, method, seed) for seed in seeds]
-                curves = [[step[key] or 0 for step in read(p)[0]] for p in paths if p.exists()]
+                curves = [
+                    [step[key] or 0 for step in read_metrics(p)[0]] for p in paths if p.exists()
+                ]
                 for curve in curves:
                     axis.plot(range(1, len(curve) + 1), curve, color=colour, alpha=0.4, lw=0.7)
                 mean = [fmean(values) for values in zip(*curves)]
