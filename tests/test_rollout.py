@@ -458,9 +458,10 @@ def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
 def test_few_tokens_pass_between_two_yields(random_model, tokenizer):
     """Often nothing has ended: the caller can look at a stop."""
     model, forwards, seen = random_model(spread=0.3), [], []
-    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     for ended in sample(model, tokenizer, random_prompts(20, 5), max_new_tokens=60, batch_size=2):
         seen.append((len(forwards), len(ended)))
+    assert not any(forwards)  # nothing is kept for a backward
     assert all(later - earlier <= 9 for (earlier, _), (later, _) in itertools.pairwise(seen))
     assert sum(count for _, count in seen) == 20 and [0] * 5 < sorted(count for _, count in seen)
 
