@@ -25,28 +25,11 @@ from support.stop import stop
 Reward = Callable[[str, dict], float]  # of a response's text and its problem
 
 # extract_answer searches this many characters after the start of the last box, and half as many
-# before it: an earlier box counts if the last one is not closed. 20,480 tokens are about 80,000
-# characters.
+# before it: an earlier box counts if the last one is not closed. It is more than 20,480 tokens are.
 WINDOW = 120_000
 
 _ESCAPED = re.compile(r"\\[{}\\]")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-
-
-def last_box(text: str) -> str | None:
-    """Return the content of the last complete box of a text, or None. It takes linear time."""
-    stop = len(text)
-    for box in reversed(list(_BOX.finditer(text))):
-        rest = _ESCAPED.sub("  ", text[box.end() : stop])  # \{ and \} do not nest
-        depth, start, end = 1, 0, rest.find("}")
-        while end >= 0:
-            depth += rest.count("{", start, end) - 1
-            if depth == 0:
-                return text[box.end() : box.end() + end].strip()
-            start, end = end + 1, rest.find("}", end + 1)
-        # All text after an unfinished box belongs to that box. An earlier box must end before it.
-        stop = box.start()
-    return None
 
 
 def extract_answer(response: str) -> str | None:
@@ -57,7 +40,19 @@ def extract_answer(response: str) -> str | None:
     if not isinstance(response, str):
         return None
     last = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
-    return last_box(response[max(0, last - WINDOW // 2) : last + WINDOW]) or None
+    text = response[max(0, last - WINDOW // 2) : last + WINDOW]
+    stop = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        rest = _ESCAPED.sub("  ", text[box.end() : stop])  # \{ and \} do not nest
+        depth, start, end = 1, 0, rest.find("}")
+        while end >= 0:
+            depth += rest.count("{", start, end) - 1
+            if depth == 0:
+                return text[box.end() : box.end() + end].strip() or None
+            start, end = end + 1, rest.find("}", end + 1)
+        # All text after an unfinished box belongs to that box. An earlier box must end before it.
+        stop = box.start()
+    return None
 
 
 def is_correct(response: str, gold: str) -> bool:
@@ -84,8 +79,8 @@ def load_reward(spec: str = "") -> Reward:
     row is problem["row"], the problem's row of the data file with all its columns. A problem
     without "row" keeps math_reward. FILE.py may import modules from its own folder.
 
-    Raises RewardError if the function cannot be loaded. The returned function raises RewardError if
-    your function fails or returns no finite number.
+    Raises RewardError if there is no such file or function. The returned function raises it if your
+    function fails or returns no finite number.
     """
     if not spec:
         return lambda text, problem: math_reward(text, problem["answer"])
@@ -96,10 +91,7 @@ def load_reward(spec: str = "") -> Reward:
     sys.path.append(str(Path(file).resolve().parent))
     module_spec = importlib.util.spec_from_file_location("reward_of_your_own", file)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"--reward {spec}: cannot be imported: {described(error)}") from error
+    module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         raise RewardError(f"--reward {spec}: {file} has no function {name}")
@@ -110,18 +102,14 @@ def load_reward(spec: str = "") -> Reward:
         try:
             value = function(text, dict(problem["row"]))  # a copy: other responses need the row too
         except (Exception, SystemExit) as error:  # also exit() in code that the function runs
-            raise RewardError(f"--reward {spec}: {described(error)}") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename}, line {frame.lineno}"
+            raise RewardError(f"--reward {spec}: {error!r} at {where}") from error
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
         return float(value)
 
     return reward
-
-
-def described(error: BaseException) -> str:
-    """Describe an exception in one line, with the file and the line that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{error!r} at {frame.filename}, line {frame.lineno}"
 
 
 def reward_all(reward: Reward, texts: Iterable[str], problems: list[dict]) -> list[float]:

@@ -1,7 +1,6 @@
 """Problems and their right answers, from the Hub or a file, in the layouts of usual data sets."""
 
 import contextlib
-import glob
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +27,13 @@ def load_problems(
 ) -> list[dict[str, Any]]:
     """The distinct problems of a Hub data set or a .jsonl, .json or .parquet file, in their order.
 
-    The problem is the column `problem`, `question` or `prompt`: text or a chat, without the wrapper
-    of DAPO-Math-17k. The answer is `answer`, `final_answer` or `reward_model["ground_truth"]`.
-    If a problem comes twice, its first row is taken.
+    The problem is the column `problem`, `question` or `prompt`: text or a chat. The answer is
+    `answer`, `final_answer` or `reward_model["ground_truth"]`. Of rows with the same problem the
+    first is taken.
 
-    Returns [{"problem": str, "answer": str}]. Rows whose answer is empty, `proof` or `notfound` are
-    left out, and a line says how many. With `whole_rows` no row is left out, and each problem has
-    its "row" too, a dict of every column. Raises InputError, naming the source or its row.
+    Returns [{"problem": str, "answer": str}]. Rows without an answer are left out, and a line says
+    how many. With `whole_rows` none is left out, and each problem has its "row" too, a dict of
+    every column. Raises InputError, naming the source or its row.
     """
     rows = load_rows(source, split)
     columns = f"its columns are {', '.join(rows.column_names)}; {READ}"
@@ -50,13 +49,11 @@ def load_problems(
             what = "problem that is text, or a chat of user and assistant alone"
             raise InputError(f"{source}: row {number} has no {what}; {columns}")
         if answer is None and not whole_rows:
-            what = "answer that is text, a finite number or a flat list of these"
-            hint = "store numbers from 2^53 on as text"
-            raise InputError(f"{source}: row {number} has no {what} ({hint}); {columns}")
-        if whole_rows:
-            problems.setdefault(problem, {"problem": problem, "answer": answer or "", "row": row})
-        elif answer:
-            problems.setdefault(problem, {"problem": problem, "answer": answer})
+            what = "answer that is text, a number below 2^53 or a flat list of these"
+            raise InputError(f"{source}: row {number} has no {what}; {columns}")
+        if answer or whole_rows:
+            own = {"row": row} if whole_rows else {}
+            problems.setdefault(problem, {"problem": problem, "answer": answer or ""} | own)
         else:
             without_answer += 1
     if not problems:
@@ -81,8 +78,7 @@ def load_rows(source: str, split: str) -> Any:
         # The cache of `datasets` knows a file by its path and its time of change. A changed file
         # may keep both, so the cache also gets its size and the time that a user cannot set.
         version = f"{file.stat().st_size}-{file.stat().st_ctime_ns}"
-        files = glob.escape(source)  # `datasets` takes a name with [, * or ? for a pattern
-        return datasets.load_dataset(builder, version, data_files=files, split="train")
+        return datasets.load_dataset(builder, version, data_files=source, split="train")
     except Exception as error:  # datasets raises a dozen unrelated kinds
         # Only the cause says where a file cannot be parsed. Line 2 lists the configs of a Hub set.
         cause = error.__cause__ if builder and error.__cause__ else error
@@ -114,17 +110,18 @@ def each_row(rows: Any, name: str) -> Iterator[dict]:
 
 
 def read_row(row: dict) -> tuple[str, str | None]:
-    """The (problem, answer) of a row: in each case the first column that has one.
+    """The (problem, answer) of a row: in each case the first column that has one, or "".
 
-    The problem is "" if the row has none. The answer is "" if the row has none, and None if a
-    column has something that is no answer.
+    The answer is None if there is none, and a column has something that is no answer.
     """
+    model = row.get("reward_model")
+    cells = [row.get("answer"), row.get("final_answer")]
+    cells += [model.get("ground_truth")] if isinstance(model, dict) else []
     problems = [problem_text(row.get(name)) for name in PROBLEM_COLUMNS]
-    answers = [answer_text(row.get("answer")), answer_text(row.get("final_answer"))]
-    if isinstance(row.get("reward_model"), dict):
-        answers.append(answer_text(row["reward_model"].get("ground_truth")))
-    missing = None if None in answers else ""
-    return next(filter(None, problems), ""), next(filter(None, answers), missing)
+    answers = [answer_text(cell) for cell in cells]
+    return next(filter(None, problems), ""), next(
+        filter(None, answers), None if None in answers else ""
+    )
 
 
 def problem_text(value: Any) -> str:
@@ -142,32 +139,20 @@ def problem_text(value: Any) -> str:
 
 
 def answer_text(value: Any) -> str | None:
-    """The cell_text of a right answer. GSM8K has its work before the answer: `... #### 72` is 72.
+    """A right answer as text: text, a number, or a flat list of these, joined by commas.
 
-    NuminaMath's `proof` and `notfound` are "".
+    GSM8K has its work before the answer: `... #### 72` is 72. None is "", and so are NuminaMath's
+    `proof` and `notfound`. Anything else gives None. Beside decimals or nulls, the whole numbers
+    of a column are stored as floats: 72.0 becomes "72". From 2^53 on floats lose digits, and such a
+    number gives None.
     """
-    text = cell_text(value)
-    if text is None:
-        return None
-    text = text.rpartition("####")[2].strip()
-    return "" if text.lower() in ("proof", "notfound") else text
-
-
-def cell_text(value: Any) -> str | None:
-    """A cell as text: text, a finite number, or a flat list of these, joined by commas.
-
-    Returns "" for None, and None for anything else. If a column also has decimals or nulls, its
-    whole numbers are stored as floats: 72.0 becomes "72". From 2^53 on floats lose digits, and such
-    a number gives None.
-    """
-    if value is None:
-        return ""
     texts = []
     for item in value if isinstance(value, list) else [value]:
         if type(item) is float and abs(item) < 2**53:  # neither infinite nor NaN
             texts.append(str(int(item) if item.is_integer() else item))
         elif type(item) in (str, int):
             texts.append(str(item))
-        else:
+        elif value is not None:
             return None
-    return ", ".join(filter(None, texts)).strip()
+    text = ", ".join(filter(None, texts)).rpartition("####")[2].strip()
+    return "" if text.lower() in ("proof", "notfound") else text
