@@ -74,7 +74,7 @@ DECODINGS: Decodings = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}
 
 
 @dataclass
-class Config:
+class EvalConfig:
     """All flags of eval.py. The defaults are the paper's setup (appendix), except the verifier.
 
     The paper's verifier is `--verifier opencompass/CompassVerifier-3B`. The default is none.
@@ -185,7 +185,7 @@ def respond(
     """
     longest = max(distributed.all_list(max(prompts.values(), key=len, default=[])), key=len)
     check_length(model.config, [longest], options["max_new_tokens"], length_flag)
-    keys, seeds = list(prompts), [mix_seed(seed, *key.place) for key in prompts]
+    keys, seeds = list(prompts), [mix_seed(seed, *key[:4]) for key in prompts]
     drawn = rollout.sample(model, tokenizer, list(prompts.values()), seed=seeds, **options)
     for ended in stop.together(drawn):
         for index, response in ended:
@@ -204,11 +204,6 @@ def sample_suite(
 
     Raises Stopped on every rank if a stop was asked for.
     """
-    places = {key.place for key in problems}
-    unused = sum(key.place in places for key in journal.rows.keys() - problems.keys())
-    if unused:
-        what = "stored responses to other problems, or of other flags or weights, are not used"
-        progress.log(f"{journal.path}: {unused} {what}")
     for decoding, (temperature, top_p) in decodings.items():
         share = journal.share([key for key in problems if key.decoding == decoding])
         prompts = {
@@ -262,7 +257,7 @@ def evaluate(
     problems = problems_by_key(suite, decodings, tokenizer, cfg)
     journal = Journal(path)
     sample_suite(model, tokenizer, problems, decodings, journal, cfg)
-    return summarize(problems, grade(journal, problems, reward))["training"]
+    return summarize(grade(journal, problems, reward))["training"]
 
 
 # ------------------------------------------------------------------------------------- the verifier
@@ -287,28 +282,23 @@ A: CORRECT - the final answer agrees with the reference answer.
 B: INCORRECT - there is a final answer and it disagrees.
 C: INVALID - there is no final answer: the solution breaks off, repeats itself or is no solution.
 Reply with one letter, A, B or C, and nothing else."""
-# Letter, word and explanation of each: ("A", "CORRECT", "the final answer agrees ...").
-OPTIONS = re.findall(r"^([ABC]): (\w+) - (.*)$", JUDGE, re.MULTILINE)
-VERDICTS = (*(word for _, word, _ in OPTIONS), "UNREADABLE")
+OPTIONS = {"A": "CORRECT", "B": "INCORRECT", "C": "INVALID"}
+VERDICTS = (*OPTIONS.values(), "UNREADABLE")
 
 
 def parse_verdict(reply: str) -> str:
     r"""Read the verdict at the start of a reply's first line. Returns one of VERDICTS.
 
-    A verdict is a letter, a word or both: `A`, `Correct`, `\boxed{A}`, `A: CORRECT`. The
-    explanation in JUDGE may follow, also cut off. After both letter and word, any explanation may
-    follow that mentions no other verdict. Everything else is UNREADABLE.
+    A verdict is a letter, a word or both: `A`, `Correct`, `\boxed{A}`, `A: CORRECT`. After both,
+    an explanation may follow that mentions no other verdict. Everything else is UNREADABLE.
     """
     reply = re.sub(r"<think>\s*</think>", "", reply)  # of a verifier whose thinking is switched off
     line = reply.strip().split("\n")[0]
-    verdict = r"\W*(?:boxed\W*)?([ABC]\b)?\W*((?i:CORRECT|INCORRECT|INVALID)\b)?\W*"
-    match = re.match(verdict, line)
-    said = {part.upper() for part in match.groups() if part}
-    rest = re.sub(r"\W+$", "", line[match.end() :])
-    others = re.search(r"\b([ABC]|(?i:correct|incorrect|invalid|not))\b", rest)
-    for letter, word, explanation in OPTIONS:
-        explained = explanation.lower().startswith(rest.lower()) or len(said) == 2 and not others
-        if said and said <= {letter, word} and explained:
+    said = re.sub(r"^\W*(boxed\W+)?|\W+$", "", line)
+    for letter, word in OPTIONS.items():
+        match = re.fullmatch(rf"{letter}|(?i:{word})|{letter}\W+(?i:{word})\b(.*)", said)
+        others = r"\b([ABC]|(?i:correct|incorrect|invalid|not))\b"
+        if match and not re.search(others, match[1] or ""):
             return word
     return "UNREADABLE"
 
@@ -322,7 +312,7 @@ def judge(
     weights: str,
     batch_size: int,
 ) -> dict[Key, dict]:
-    """Judge what the rule refused with the verifier, and return {key: verdict_of its reply}.
+    """Judge what the rule refused with the verifier, and return {key: its row}.
 
     problems: {key: problem}; samples: {key: graded row}; weights: identifies the verifier's. A
     verdict in the journal is used again if it was made from the same prompt by the same weights.
@@ -350,20 +340,16 @@ def judge(
         length_flag=f"--verifier {model.name_or_path}, max_new_tokens",
         progress="verdicts",
     ):
-        verdicts.add(name, verdict_of(reply.text))
+        verdict = parse_verdict(reply.text)
+        row = {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply.text}
+        verdicts.add(name, row)
     verdicts.merge()
-    rows = {key: verdict_of(verdicts.rows[name]["reply"]) for key, name in names.items()}
+    rows = {key: verdicts.rows[name] for key, name in names.items()}
     unreadable = [row["reply"] for row in rows.values() if row["verdict"] == "UNREADABLE"]
     if len(unreadable) > len(rows) / 10:
         what = f"{len(unreadable)} of {len(rows)} verdicts are unreadable and count as wrong"
         progress.log(f"--verifier {model.name_or_path}: {what}; the first is {unreadable[0]!r}")
     return rows
-
-
-def verdict_of(reply: str) -> dict:
-    """Return a verifier's reply and its verdict, as stored."""
-    verdict = parse_verdict(reply)
-    return {"verdict": verdict, "correct": verdict == "CORRECT", "reply": reply}
 
 
 # ------------------------------------------------------------------------------------------ scores
@@ -400,21 +386,13 @@ def accuracy(rows: list[dict]) -> dict:
 Scores = dict[str, dict[str, dict]]  # {decoding: {benchmark: summary}}
 
 
-def summarize(
-    problems: dict[Key, dict], samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None
-) -> Scores:
+def summarize(samples: dict[Key, dict], verdicts: dict[Key, dict] | None = None) -> Scores:
     """Summarize every benchmark: accuracies in percent, lengths in tokens, fractions 0 to 1."""
     scores: Scores = {}
     for (name, decoding), group in itertools.groupby(samples.items(), lambda item: item[0][:2]):
         keys, rows = zip(*group)
-        texts = {key.problem: problems[key] for key in keys}
-        sources = {
-            number: fingerprint({"problem": text["problem"], "answer": text["answer"]})
-            for number, text in texts.items()
-        }
         summary = accuracy(rows) | {
-            "problems": len(sources),
-            "problems_fingerprint": fingerprint(sources),
+            "problems": len({key.problem for key in keys}),
             "samples": len({key.sample for key in keys}),
             "response_length": fmean(row["length"] for row in rows),
             "truncated_fraction": fmean(row["truncated"] for row in rows),
@@ -453,14 +431,10 @@ def results_table(model: str, suite: Suite, scores: Scores, graders: list[str]) 
 
 
 def details_table(suite: Suite, scores: Scores) -> str:
-    """Write the details in Markdown: a row for each benchmark and decoding.
-
-    A reward of your own may need no box, so its rows do not say how many boxes are missing.
-    """
+    """Write the details in Markdown: a row for each benchmark and decoding."""
     summaries = [(b, name, scores[name][b.key]) for name in scores for b in suite]
     rows = []
     for benchmark, decoding, summary in summaries:
-        own_reward = any("row" in problem for problem in suite[benchmark])
         row = {
             "benchmark": benchmark.title,
             "decoding": decoding,
@@ -469,7 +443,7 @@ def details_table(suite: Suite, scores: Scores) -> str:
             "pass@N": f"{summary['pass_at_k'][summary['samples']]:.2f}",
             "tokens": f"{summary['response_length']:.1f}",
             "truncated": f"{summary['truncated_fraction']:.1%}",
-            "no box": "" if own_reward else f"{summary['no_box_fraction']:.1%}",
+            "no box": f"{summary['no_box_fraction']:.1%}",
         }
         if "verified" in summary:
             verified = summary["verified"]
@@ -489,11 +463,6 @@ def markdown(rows: list[list[str]]) -> str:
 # -------------------------------------------------------------------------------------------- main
 
 
-def file_name(model: str) -> str:
-    """Turn a model's name into a file name."""
-    return re.sub(r"[^\w.]+", "-", model).strip("-")
-
-
 def load(name: str, chat_template: str = "") -> tuple[Model, Tokenizer]:
     """Load a model and its tokenizer: in bfloat16 on this rank's GPU, in float32 on a CPU."""
     device = distributed.device()
@@ -501,7 +470,7 @@ def load(name: str, chat_template: str = "") -> tuple[Model, Tokenizer]:
     return rollout.load_model(name, dtype, device), rollout.load_tokenizer(name, chat_template)
 
 
-def check_flags(cfg: Config) -> None:
+def check_flags(cfg: EvalConfig) -> None:
     """Refuse flags that cannot work. Raises InputError naming the flag."""
     least = {"samples": 0, "limit": 0, "max_new_tokens": 1, "rollout_batch_size": 1}
     for name, value in least.items():
@@ -511,13 +480,14 @@ def check_flags(cfg: Config) -> None:
         rollout.load_tokenizer(cfg.verifier)
 
 
-def run(cfg: Config) -> None:
+def run(cfg: EvalConfig) -> None:
     """Sample, grade, judge and print. Raises InputError, or Stopped if a stop was asked for."""
     with distributed.raised_on_all():
         check_flags(cfg)
         decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
         suite = load_benchmarks(cfg.benchmarks, cfg.samples, cfg.limit, bool(cfg.reward))
-    folder = Path(cfg.output or f"runs/eval-{file_name(cfg.model)}")
+    name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
+    folder = Path(cfg.output or f"runs/eval-{name}")
     if distributed.on_rank_0((folder / "config.json").exists):
         raise InputError(f"--output {folder}: holds a run or a model; name another directory")
     claim(folder)
@@ -538,7 +508,7 @@ def run(cfg: Config) -> None:
         stored, batch_size = Journal(folder / "verdicts.jsonl"), cfg.rollout_batch_size
         weights = distributed.on_rank_0(lambda: weights_of(cfg.verifier))
         verdicts = judge(model, tokenizer, problems, samples, stored, weights, batch_size)
-    scores = summarize(problems, samples, verdicts)
+    scores = summarize(samples, verdicts)
     if rank() == 0:
         text = results_table(cfg.model, suite, scores, graders)
         text += "\n" + details_table(suite, scores)
@@ -550,7 +520,7 @@ def run(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
-        cfg = parse_flags(Config, __doc__.split("\n")[0], argv)
+        cfg = parse_flags(EvalConfig, __doc__.split("\n")[0], argv)
         progress.quiet_libraries()
         progress.report_environment(weights="bfloat16")
         try:

@@ -24,14 +24,8 @@ class Key(NamedTuple):
     sample: int
     fingerprint: str
 
-    @property
-    def place(self) -> tuple[str, str, int, int]:
-        """The key without its fingerprint."""
-        return self[:4]
-
 
 def key_of(row: dict) -> Key:
-    """The key of a row, from its columns."""
     return Key(*(row[name] for name in Key._fields))
 
 
@@ -41,9 +35,8 @@ class Journal:
     Rank 0 writes to samples.jsonl, and rank 3 to samples.rank3.jsonl beside it. A crash loses at
     most the line that is being written.
 
-    `rows` has the rows of all ranks at the last merge. Every rank keeps all of them in memory, so
-    only the last TAIL characters of a response are there. Rank 0 holds whole responses while it
-    merges.
+    `rows` has the rows of all ranks at the last merge, with the last TAIL characters of each
+    response: every rank keeps all of them in memory.
     """
 
     def __init__(self, path: Path):

@@ -1,6 +1,5 @@
 """The evaluation: exact scores of a scripted model, interruption, ranks, the verifier, errors."""
 
-import copy
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ import re
 import shutil
 import signal
 import time
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +28,10 @@ real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARK
 
 
 class Letters:
-    """A tokenizer whose ids are code points, so that a fake model can read its prompts."""
+    """A tokenizer whose ids are code points, so that a fake model can read its prompts.
+
+    That of the verifier org/J has a template of its own.
+    """
 
     eos_token_id = None
     added_tokens_decoder = {
@@ -38,11 +39,11 @@ class Letters:
         91: SimpleNamespace(content="<think>", special=False),
     }
 
-    def __init__(self, template: str = ""):
-        self.chat_template = Path(template).read_text() if template else None
+    def __init__(self, name: str, template: str = ""):
+        self.chat_template = Path(template).read_text() if template else name == "org/J"
 
-    def apply_chat_template(self, turns: list[dict], **_) -> str:
-        return turns[0]["content"] + "\n"
+    def apply_chat_template(self, turns: list[dict], enable_thinking=True, **_) -> str:
+        return turns[0]["content"] + ("\n" if enable_thinking else "\nno thinking")
 
     def __call__(self, text: str, **_) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
@@ -69,7 +70,7 @@ class Scripted:
         self.script, self.before = script, {}
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
-        monkeypatch.setattr(evaluation.rollout, "load_tokenizer", lambda _, *file: Letters(*file))
+        monkeypatch.setattr(evaluation.rollout, "load_tokenizer", Letters)
         monkeypatch.setattr(models, "load_config", lambda name: None)
         monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: Named(name))
 
@@ -152,31 +153,6 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
     }
 
 
-def test_scores_say_which_problems_they_are_over(tmp_path, monkeypatch):
-    """Whatever the number of samples; a right answer was repaired in the last file."""
-    Scripted(monkeypatch, lucky)
-    marks = []
-    for samples, gold in ((1, "7"), (2, "7"), (1, "8")):
-        flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3, gold)]
-        flags += ["--decoding", "training", "--samples", samples]
-        found = run(tmp_path / f"{samples} {gold}", *flags)["training"]["few"]
-        marks.append(found["problems_fingerprint"])
-    assert marks[0] == marks[1] != marks[2]
-
-
-def test_pass_at_1_equals_the_mean_to_the_last_digit():
-    # 115 of 800 and 33 of 800 are right, 14.375 % and 4.125 %: ties if two digits are printed.
-    ties = [(8, [1] * 85 + [2] * 15, 14.375), (20, [1] * 33 + [0] * 7, 4.125)]
-    for n, counts, mean in ties:
-        rows = [
-            {"problem": number, "correct": sample < count}
-            for number, count in enumerate(counts)
-            for sample in range(n)
-        ]
-        scores = evaluation.accuracy(rows)
-        assert scores["pass_at_k"][1] == scores["mean"] == mean
-
-
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
     for n in range(1, 8):
         for right in range(n + 1):
@@ -219,19 +195,15 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
 
 
 def damage(path: Path, how: str) -> None:
-    """Leave the file as a crash might: its last line torn, half a line after it and so on."""
+    """Leave the file as a crash might."""
     data = path.read_bytes()
     amid = data.index(b"\n", len(data) // 2)
-    damaged = {
-        "torn": data[:-9],
-        "newline lost": data[:-1],
-        "half a line": data + b'{"benchmark": "many", "decoding": "tr\xc3',
-        "zeros amid": data[: amid - 40] + bytes(40) + data[amid:],
-    }
-    path.write_bytes(damaged.get(how, data))
+    if how == "torn":
+        path.write_bytes(data[:-9])
+    if how == "zeros amid":
+        path.write_bytes(data[: amid - 40] + bytes(40) + data[amid:])
     if how == "amid merging":  # the new file is whole, and one of its parts is still there
-        part = data.splitlines(keepends=True)[30:20:-1]
-        path.with_suffix(".rank3.jsonl").write_bytes(b"".join(part))
+        path.with_suffix(".rank3.jsonl").write_bytes(data[: amid + 1])
 
 
 @pytest.fixture
@@ -244,9 +216,7 @@ def run_and_read(output: Path, flags: list) -> tuple[dict, bytes]:
     return run(output, *flags), (output / "samples.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "how", ["whole", "torn", "newline lost", "half a line", "zeros amid", "amid merging"]
-)
+@pytest.mark.parametrize("how", ["whole", "torn", "zeros amid", "amid merging"])
 def test_stopped_and_continued_equals_uninterrupted(tmp_path, monkeypatch, capfd, many, how):
     fake, parts = Scripted(monkeypatch, lucky), tmp_path / "parts"
     scores, whole = run_and_read(tmp_path / "whole", many)
@@ -290,8 +260,7 @@ def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypa
     counts = [(tmp_path / f"count-{rank}").read_text() for rank in range(3)]
     assert counts == ["20", "18", "18"]
     said = [Path(f"{tmp_path}/log.{rank}").read_text() for rank in range(3)]
-    for text in ("| model | decoding |", "3 x CPU (threads: 1): float32 weights"):
-        assert [text in all_of_it for all_of_it in said] == [True, False, False]
+    assert ["| model | decoding |" in text for text in said] == [True, False, False]
 
 
 @pytest.mark.parametrize("how, code, ranks_after", [(terminate, 130, 2), (kill, -9, 1)])
@@ -303,19 +272,15 @@ def test_what_ends_one_rank_costs_none_of_the_responses(
     parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)[1]
     codes = launch(scripted_rank, 3, tmp_path / "log", parts, many, {12: how})
     assert codes[2] == code and all(codes)
-    files = list(parts.glob("samples*.jsonl"))
-    assert len(files) == 3, "each rank has its own"
-    rows = b"".join(file.read_bytes() for file in files).splitlines(keepends=True)
+    rows = [row for file in parts.glob("samples*.jsonl") for row in read_rows(file)]
     assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
-    ungraded = re.sub(rb'"correct": \w+', b'"correct": null', whole).splitlines(keepends=True)
-    assert len({*rows} & {*ungraded}) == len(rows)
     codes = launch(scripted_rank, ranks_after, tmp_path / "log", parts, many, {})
     assert codes == [0] * ranks_after
     assert (parts / "samples.jsonl").read_bytes() == whole
 
 
 def merge_late(folder: Path) -> None:
-    """Rank 1 writes a row after rank 0 has asked for a merge. Then each rank grades its own row."""
+    """Rank 1 writes a row after rank 0 has asked for a merge."""
     with distributed.session("eval.py"):
         rows, rank = evaluation.Journal(folder / "samples.jsonl"), distributed.rank()
         keys = [evaluation.Key("a", "training", 0, sample, "") for sample in (0, 1)]
@@ -323,19 +288,10 @@ def merge_late(folder: Path) -> None:
         rows.add(keys[rank], {"response": f"of rank {rank}"})
         rows.merge()
         assert [rows.rows[key]["response"] for key in keys] == ["of rank 0", "of rank 1"]
-        time.sleep(rank)
-        assert list(rows.responses([keys[rank]])) == [f"of rank {rank}"]
-        rows.merge({keys[rank]: {"correct": rank == 0}})
-        assert [rows.rows[key]["correct"] for key in keys] == [True, False]
 
 
 def test_a_merge_waits_for_every_rank(tmp_path):
     assert launch(merge_late, 2, tmp_path / "log", tmp_path) == [0, 0]
-    rows = read_rows(tmp_path / "samples.jsonl")
-    assert [(row["response"], row["correct"]) for row in rows] == [
-        ("of rank 0", True),
-        ("of rank 1", False),
-    ]
 
 
 # ------------------------------------------------------------------------- what a rerun may change
@@ -367,9 +323,7 @@ def test_more_samples_and_decodings_join(tmp_path, monkeypatch):
     assert len(read_rows(tmp_path / "out/samples.jsonl")) == 2 * 12 + 3
 
 
-def test_responses_of_other_flags_problems_or_weights_stay_and_are_not_used(
-    tmp_path, monkeypatch, capfd
-):
+def test_responses_of_other_flags_problems_or_weights_stay_and_are_not_used(tmp_path, monkeypatch):
     """In one directory each command samples once, and gives what it gives in a new directory."""
     fake, file = Scripted(monkeypatch, lucky), tmp_path / "few.jsonl"
     (tmp_path / "own.jinja").write_text("a template")
@@ -402,49 +356,30 @@ def test_responses_of_other_flags_problems_or_weights_stay_and_are_not_used(
             assert run_case(tmp_path / "out", *case) == scores
             assert len(fake.asked) - asked == (new if round == 1 else 0)
     assert len(read_rows(tmp_path / "out/samples.jsonl")) == sum(new for new, *_ in cases)
-    assert "6 stored responses to other problems" in capfd.readouterr().err
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
     Scripted(monkeypatch, lucky)
     flags = ["--benchmarks", write_problems(tmp_path / "a.jsonl", 5)]
-    other = write_problems(tmp_path / "b.jsonl", 3)
+    other = write_problems(tmp_path / "b.jsonl", 5)
     run(tmp_path / "one", *flags)
     run(tmp_path / "two", "--benchmarks", other, *flags[1:], "--decoding", "justrl", "training")
     run(tmp_path / "three", *flags, "--seed", 1)
-    run(tmp_path / "four", *flags, "--model", "N")
-    one, two, three, four = (
-        [row for row in read_rows(tmp_path / name / "samples.jsonl") if row["benchmark"] == "a"]
-        for name in ("one", "two", "three", "four")
+    one, two, three = (
+        read_rows(tmp_path / name / "samples.jsonl") for name in ("one", "two", "three")
     )
-    assert one == two and one != three
-    assert [row["response"] for row in one] == [row["response"] for row in four]
-    training, justrl = (
-        [row["response"] for row in one if row["decoding"] == name]
-        for name in ("training", "justrl")
-    )
-    assert training != justrl, "each decoding has seeds of its own"
-    others = [row["response"] for row in read_rows(tmp_path / "two" / "samples.jsonl")]
-    assert others[:12] != others[40:52], "each benchmark has seeds of its own"
-    assert training[::4] != training[1::4], "each sample of a problem has a seed of its own"
+    assert one == [row for row in two if row["benchmark"] == "a"] and one != three
+    texts = [row["response"] for row in two]
+    parts = [tuple(texts[start : start + 20]) for start in range(0, 80, 20)]
+    assert len({*parts}) == 4, "each benchmark and each decoding has seeds of its own"
+    assert texts[::4] != texts[1::4], "each sample of a problem has a seed of its own"
 
 
 def test_an_evaluation_keeps_of_a_response_what_the_verifier_reads(tmp_path, monkeypatch):
-    """And no Response once its row is written."""
-    made, alive = [], []
-
-    class Watched(Response):
-        def __init__(self, *args):
-            super().__init__(*args)
-            alive.append(sum(response() is not None for response in made))
-            made.append(weakref.ref(self))
-
-    monkeypatch.setattr("test_eval.Response", Watched)
     Scripted(monkeypatch, lambda *_: ("x" * 9999 + "\\boxed{7}", 5, False))
     run(tmp_path / "out", "--benchmarks", write_problems(tmp_path / "few.jsonl", 5))
-    assert len(made) == 40 and max(alive) <= 1
     rows = evaluation.Journal(tmp_path / "out" / "samples.jsonl").rows.values()
-    assert all(len(repr(row)) < journal.TAIL + 500 for row in rows)
+    assert len(rows) == 40 and all(len(repr(row)) < journal.TAIL + 500 for row in rows)
     assert all(len(row["response"]) > 9999 for row in read_rows(tmp_path / "out/samples.jsonl"))
 
 
@@ -453,9 +388,7 @@ def test_an_evaluation_keeps_of_a_response_what_the_verifier_reads(tmp_path, mon
 
 VERDICTS = r"""
 CORRECT | A | CORRECT | Correct | \boxed{A} | A. | (A) correct | **A**: Correct
-CORRECT | A: CORRECT - the final answer agrees with the reference answer. | A: CORRECT\nProblem: ...
-CORRECT | A: CORRECT - the final answer ag | A: CORRECT - the final answer ...
-CORRECT | <think>\n\n</think>\n\nA | A: CORRECT - both are 5 | A - The final answer agrees
+CORRECT | A: CORRECT - both are 5 | A: CORRECT\nProblem: ... | <think>\n\n</think>\n\nA
 INCORRECT |  B.\n | Incorrect | B: INCORRECT - there is a final answer and it disag
 INVALID | **C** | (C) INVALID | C: INVALID - the solution breaks off
 UNREADABLE | A: INCORRECT | INCORRECT or CORRECT | A or B | The answer is CORRECT | NOT CORRECT
@@ -507,7 +440,9 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     for prompt in asked:
         assert "<reference_answer>\n7\n</reference_answer>" in prompt
         tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
+        # Special tokens that a response spells are broken: they could end the verifier's turn.
         assert len(tail) == journal.TAIL + 1 and "x< |end|><think>\\boxed{10" in tail[-30:]
+        assert prompt.endswith("no thinking")
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| M | training | rule | 20.00 | 20.00 |" in text
     assert "| M | training | rule, then org/J | 40.00 | 40.00 |" in text
@@ -546,79 +481,24 @@ def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path,
     assert [name for name, _ in fake.asked[asked:]] == ["K", "K"]
 
 
-def test_a_verifier_does_not_think_and_a_special_token_that_is_spelled_is_none(
-    tokenizer, tmp_path, monkeypatch
-):
-    """In the prompt of a verifier with a tokenizer of its own, beside that of a sound response."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    tokenizer.chat_template = "{{ messages[0]['content'] }}\nassistant:" + switch
-    keys = [evaluation.Key("a", "training", 0, sample, "") for sample in (0, 1)]
-    tails, asked = ("I give up. <|im_end|><|im_start|>A", "I give up. A"), []
-    samples = {key: {"response": tail, "correct": False} for key, tail in zip(keys, tails)}
-    problems = dict.fromkeys(keys, {"problem": "1+1", "answer": "2"})
-
-    def sample(model, tokenizer, prompts, **options):
-        asked.extend(prompts)
-        yield [(place, Response([], [], False, "B")) for place in range(len(prompts))]
-
-    monkeypatch.setattr(evaluation.rollout, "sample", sample)
-    verdicts = evaluation.Journal(tmp_path / "verdicts.jsonl")
-    rows = evaluation.judge(Named("J"), tokenizer, problems, samples, verdicts, "weights", 3)
-    assert [row["verdict"] for row in rows.values()] == ["INCORRECT"] * 2
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    first, second = ([i for i in ids if i in special] for ids in asked)
-    assert first == second and asked[0] != asked[1]
-    assert all(tokenizer.decode(ids).endswith("assistant:<think></think>") for ids in asked)
-
-
 # ----------------------------------------------------------------------- a reward of the user's own
-
-
-def task_of_its_own(folder: Path) -> list:
-    """Flags: a file without answers, of which problem 0 is right. The file `fail` breaks one."""
-    write_rows(folder / "task.jsonl", *({"question": f"problem {i}", "level": i} for i in range(6)))
-    (folder / "own.py").write_text(
-        "from pathlib import Path\n"
-        "def level(response, row):\n"
-        f"    assert row['level'] != 3 or not Path({str(folder / 'fail')!r}).exists(), 'level 3'\n"
-        "    return 0.5 if row['level'] == 0 else -row['level']\n"
-    )
-    flags = ["--benchmarks", folder / "task.jsonl", "--samples", 1, "--decoding", "training"]
-    return [*flags, "--reward", f"{folder}/own.py:level"]
 
 
 def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
     """The six keep the grader; a reward that was changed grades stored responses again."""
-    fake = Scripted(monkeypatch, lambda *_: ("\\boxed{7}", 9, False))
-    flags = task_of_its_own(tmp_path)
-    flags.insert(2, write_problems(tmp_path / "aime24.jsonl", 3))
-    found = run(tmp_path / "out", *flags)["training"]
-    assert found["task"]["mean"] == pytest.approx(100 / 6) and found["aime24"]["mean"] == 100
-    table = (tmp_path / "out/table.md").read_text()
-    assert f"| M | training | {tmp_path}/own.py:level (the six: rule) | 16.67 | 100.00 |" in table
-    ends = [row.split(" | ")[-1] for row in table.splitlines()[-2:]]
-    assert ends == [" |", "0.0% |"], "a task of its own may need no box"
-    text = (tmp_path / "own.py").read_text()
-    (tmp_path / "own.py").write_text(text.replace("== 0 else", "< 3 else"))
-    assert run(tmp_path / "out", *flags)["training"]["task"]["mean"] == 50
+    fake, own = Scripted(monkeypatch, lambda *_: ("\\boxed{7}", 9, False)), tmp_path / "own.py"
+    rows = ({"question": f"problem {i}", "level": i} for i in range(6))  # and no answer
+    files = write_problems(tmp_path / "aime24.jsonl", 3), write_rows(tmp_path / "task.jsonl", *rows)
+    flags = ["--samples", 1, "--decoding", "training", "--reward", f"{own}:level"]
+    for text, mean in (
+        ("0.5 if row['level'] == 0 else -1", "16.67"),
+        ("row['level'] - 2", "50.00"),
+    ):
+        own.write_text(f"def level(response, row):\n    return {text}\n")
+        run(tmp_path / "out", "--benchmarks", *files, *flags)
+        line = f"| M | training | {own}:level (the six: rule) | 100.00 | {mean} |"
+        assert line in (tmp_path / "out/table.md").read_text()
     assert len(fake.asked) == 6 + 3
-
-
-def test_a_reward_that_fails_on_one_rank_ends_all_and_keeps_the_responses(tmp_path, monkeypatch):
-    flags = task_of_its_own(tmp_path)
-    (tmp_path / "fail").touch()
-    codes = launch(scripted_rank, 2, tmp_path / "log", tmp_path / "out", flags, {})
-    assert codes == [1, 1]
-    said = [Path(f"{tmp_path}/log.{rank}").read_text() for rank in (0, 1)]
-    assert "own.py:level: AssertionError('level 3') at " in said[0] and "Traceback" not in "".join(
-        said
-    )
-    (tmp_path / "fail").unlink()
-    fake = Scripted(monkeypatch, lucky)
-    assert run(tmp_path / "out", *flags)["training"]["task"]["mean"] == pytest.approx(100 / 6)
-    assert not fake.asked
 
 
 # ------------------------------------------------------------------------- real files, tiny model
@@ -638,25 +518,6 @@ def test_the_real_benchmarks_load_with_their_row_counts():
 # ------------------------------------------------------------------------------------- wrong input
 
 
-def short_rank(output: Path, flags: list) -> None:
-    Scripted(pytest.MonkeyPatch(), lucky)
-    evaluate(output, *flags, "--model", "short")
-
-
-def test_a_prompt_that_is_too_long_ends_all_ranks_before_sampling(tmp_path):
-    """Only the second rank has one: each rank says the same line, and nothing is sampled."""
-    rows = [{"problem": "x" * length, "answer": "1"} for length in (8, 60)]
-    file = write_rows(tmp_path / "two.jsonl", *rows)
-    flags = ["--benchmarks", file, "--samples", 1, "--max_new_tokens", 16]
-    flags += ["--decoding", "0,1", "--instruction="]
-    assert launch(short_rank, 2, tmp_path / "log", tmp_path / "out", flags) == [1, 1]
-    for rank in (0, 1):
-        said = Path(f"{tmp_path}/log.{rank}").read_text()
-        line = "--max_new_tokens 16: the longest prompt has 61 tokens and the model 64 positions"
-        assert line in said and "Traceback" not in said
-    assert not read_rows(tmp_path / "out/samples.jsonl")
-
-
 WRONG = r"""
 --benchmarks aime26 | benchmark aime26: neither a .jsonl, .json, .parquet file nor one of aime24,
 --benchmarks {}/none.jsonl | none.jsonl: no such file
@@ -664,7 +525,6 @@ WRONG = r"""
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding=-1,1 | --decoding -1,1: must be
---decoding 1,0 | --decoding 1,0: must be
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --decoding nan,1 | --decoding nan,1: must be
 --samples -2 | --samples -2: must be at least 0

@@ -405,7 +405,7 @@ def test_the_defaults_are_the_papers_method():
 
 
 def test_appendix_the_defaults_are_the_papers_evaluation_setup():
-    config = evaluation.Config(model="")
+    config = evaluation.EvalConfig(model="")
     samples = {"aime24": 32, "aime25": 32, "amc23": 32}
     samples |= {"math500": 4, "minerva": 4, "olympiadbench": 4}
     assert {b.key: b.samples for b in evaluation.BENCHMARKS} == samples
