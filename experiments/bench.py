@@ -1,19 +1,16 @@
-"""Measure memory and speed beside other code that does the same work, on one CPU thread.
+"""Measure how much faster rollout.py samples than plain `generate`, on one CPU thread.
 
-    python experiments/bench.py            # half an hour
-    python experiments/bench.py --quick    # small shapes
+    python experiments/bench.py            # a few minutes
+    python experiments/bench.py --quick    # a small model
 
-Times are CPU times, which leave other programs of a busy machine out.
+The lengths of the responses vary much. Plain `generate` waits for the longest of a batch. Times are
+CPU times, which leave other programs of a busy machine out.
 """
 
 import argparse
-import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import runs
 import torch
@@ -21,52 +18,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import rollout
-from support.head import HeadStats
 
-HEADS = ("our_head", "plain_head")
 STOPS = range(1, 13)  # ids that end a response: of a random model one token in 85, of 1,024 ids
-
-
-def our_head(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return HeadStats.apply(*inputs, False)
-
-
-def plain_head(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logp and entropy as HeadStats does, but from all (N, V) logits at once."""
-    logp = (hidden @ weight.T).log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(1, targets[:, None]).squeeze(1), entropy
-
-
-def run_head(forward: Callable, tokens: int, words: int, width: int) -> tuple[float, int]:
-    """Run one forward and backward: CPU seconds, and peak bytes beyond inputs and gradients.
-
-    The bytes are right in a process that had no higher peak before. Linux only.
-    """
-
-    def resident(key: str) -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", status)[1])
-
-    torch.set_num_threads(1)
-    hidden = torch.randn(tokens, width, requires_grad=True)
-    weight = torch.empty(words, width).normal_(std=0.1).requires_grad_()
-    targets, before, start = torch.randint(words, (tokens,)), resident("VmRSS"), time.process_time()
-    logp, _ = forward(hidden, weight, targets)
-    (logp * torch.linspace(-1, 1, tokens)).sum().backward()
-    extra = resident("VmHWM") - before - hidden.grad.nbytes - weight.grad.nbytes
-    return time.process_time() - start, extra
-
-
-def head_costs(name: str, *shape: int) -> tuple[float, float]:
-    """Call run_head in a process of its own, after a small call that loads libraries."""
-    code = f"from bench import *; run_head({name}, 2, 64, 64); print(*run_head({name}, *{shape}))"
-    command = [sys.executable, "-c", code]
-    said = subprocess.check_output(command, cwd=Path(__file__).parent, text=True)
-    return tuple(map(float, said.split()))
 
 
 def random_model(width: int, layers: int) -> Qwen3ForCausalLM:
@@ -112,21 +65,14 @@ def sampling_factor(quick: bool, rows: int, longest: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small shapes")
+    parser.add_argument("--quick", action="store_true", help="a small model")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    tokens, words, width = (512, 4096, 128) if quick else (4096, 151936, 1024)
     rows, longest = (8, 60) if quick else (96, 256)
-    ours, plain = (head_costs(name, tokens, words, width)[1] for name in HEADS)
-    what = f"output head, {tokens:,} tokens x {words:,} words x {width:,}, forward and backward"
-    table = [[what, "all logits at once", f"{plain / ours:.3g} times less extra memory"]]
-    ours, plain = (head_costs(name, tokens // 4, words, width)[0] for name in HEADS)
-    what = f"the same with {tokens // 4:,} tokens"
-    table += [[what, "all logits at once", f"{ours / plain:.3g} times the time"]]
     what = f"sampling, {4 * rows} responses up to {longest} tokens in {rows} rows"
     factor = f"{sampling_factor(quick, rows, longest):.3g} times faster"
-    table += [[what, "plain `generate`", factor]]
-    print(runs.markdown(["this code", "compared with", "factor"], table))
+    row = [what, "plain `generate`", factor]
+    print(runs.markdown(["this code", "compared with", "factor"], [row]))
 
 
 if __name__ == "__main__":

@@ -21,25 +21,10 @@ def test_both_samplers_draw_responses_of_the_same_lengths():
         assert sample(model, prompts, 200, 300) / 600 == pytest.approx(expected, rel=0.1)
 
 
-def test_the_two_heads_compute_the_same():
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(37, 16), torch.randn(301, 16)
-    found = []
-    for head in (bench.our_head, bench.plain_head):
-        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logp, entropy = head(*inputs, torch.arange(37))
-        found.append([logp, entropy, *torch.autograd.grad(logp.sum(), inputs)])
-    for ours, plain in zip(*found):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
-
-
-def test_the_benchmark_prints_three_factors():
-    """Our head needs less memory, whatever else the machine does; times have no bounds."""
+def test_the_benchmark_prints_a_factor():
     program = [sys.executable, "experiments/bench.py", "--quick"]
-    *_, memory, time, sampling = subprocess.check_output(program, cwd=ROOT, text=True).splitlines()
-    assert float(re.search(r"\| ([\d.]+) times less extra memory \|$", memory)[1]) > 1.2
-    assert float(re.search(r"\| ([\d.]+) times the time \|$", time)[1]) > 0
-    assert float(re.search(r"\| ([\d.]+) times faster \|$", sampling)[1]) > 0
+    *_, row = subprocess.check_output(program, cwd=ROOT, text=True).splitlines()
+    assert float(re.search(r"\| ([\d.]+) times faster \|$", row)[1]) > 0
 
 
 @pytest.mark.parametrize("name", costs.QWEN3)
