@@ -71,8 +71,8 @@ def main() -> None:
     rows, longest = (8, 60) if quick else (96, 256)
     what = f"sampling, {4 * rows} responses up to {longest} tokens in {rows} rows"
     factor = f"{sampling_factor(quick, rows, longest):.3g} times faster"
-    row = [what, "plain `generate`", factor]
-    print(runs.markdown(["this code", "compared with", "factor"], [row]))
+    heading = ["this code", "compared with", "factor"]
+    print(runs.markdown(heading, [[what, "plain `generate`", factor]]))
 
 
 if __name__ == "__main__":

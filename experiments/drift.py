@@ -1,8 +1,6 @@
 """A reward that says nothing: which methods' entropy rises after a finished run.
 
-    python experiments/drift.py --jobs 2
-
-docs/experiments.md has the table.
+python experiments/drift.py --jobs 2    # the table of docs/experiments.md
 """
 
 import hashlib

@@ -1,10 +1,8 @@
 """How much STAPO helps on the tiny model: by method, by the share of rare tokens, by base model.
 
-    python experiments/replicate.py --only methods --jobs 2
-    python experiments/replicate.py --only noise --jobs 2
-    python experiments/replicate.py --only bases --jobs 2
-
-docs/experiments.md has the tables and the hours.
+python experiments/replicate.py --only methods --jobs 2
+python experiments/replicate.py --only noise --jobs 2
+python experiments/replicate.py --only bases --jobs 2
 """
 
 import math
