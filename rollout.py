@@ -99,8 +99,8 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     weights = whole.state_dict() if whole else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(policy.model, weights, options=options)
-    generation_config = whole.generation_config if whole else None
-    policy.model.generation_config = distributed.broadcast(generation_config)
+    config = distributed.broadcast(whole.generation_config if whole else None)
+    policy.model.generation_config = config
     return policy
 
 

@@ -792,9 +792,7 @@ class Config:
         "stapo; baselines: justrl (silences nothing), grpo, 20-entropy; ablations: full-mask "
         "(silences all candidates), high-entropy, random",
     )
-    tau_p: float = flag(
-        0.002, "a token of a response with A > 0 is a candidate below this probability"
-    )
+    tau_p: float = flag(0.002, "with A > 0, tokens below this probability are candidates")
     q: float = flag(
         0.75,
         "candidates below this quantile of entropy are silenced (stapo, high-entropy, random)",
@@ -814,9 +812,7 @@ class Config:
     batch_size: int = flag(32, "prompts in a step (paper: 256)")
     mini_batch_size: int = flag(8, "prompts in an optimiser step (paper: 64)")
     group_size: int = flag(8, "responses to each prompt (G)")
-    max_prompt_tokens: int = flag(
-        1024, "longer prompts are dropped; instruction and template count"
-    )
+    max_prompt_tokens: int = flag(1024, "longer prompts (with instruction) are dropped")
     max_new_tokens: int = flag(4096, "longest response, in tokens (paper: 15,360)")
     lr: float = flag(1e-6, "AdamW's learning rate after the warm-up")
     warmup_steps: int = flag(5, "steps (of batch_size prompts) of linear warm-up (paper: 10)")
@@ -830,16 +826,10 @@ class Config:
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"
     )
     threads: int = flag(0, "CPU threads of each rank (0: torch's choice)")
-    save_every: int = flag(
-        20, "steps between checkpoints (0: none); evaluations and the end also save one"
-    )
-    save_minutes: float = flag(
-        30, "save after a step if the last checkpoint is this many minutes old (0: never)"
-    )
+    save_every: int = flag(20, "steps between checkpoints (0: only evaluations and the end)")
+    save_minutes: float = flag(30, "save if the last checkpoint is this old (0: never)")
     keep_last: int = flag(2, "number of checkpoints that are kept")
-    log_samples: int = flag(
-        8, "responses of each step that are written to samples.jsonl, of those of rank 0"
-    )
+    log_samples: int = flag(8, "responses of each step in samples.jsonl, of those of rank 0")
     eval_every: int = flag(0, "steps between evaluations; the first is before step 1 (0: none)")
     eval_benchmarks: list[str] = flag(
         ["aime24"],
@@ -850,10 +840,8 @@ class Config:
 
 
 # Flags that may be given anew when a run is resumed. The first three name contents that may have
-# moved. The others are about its length, what it writes, and how much memory it takes. Other sizes
-# of micro-batches and rollouts, and other threads, round differently. That can change a sampled
-# token. Nothing else in an update depends on these flags. If a learning rate falls towards --steps,
-# `steps` has no place here.
+# moved. Other sizes of micro-batches and rollouts, and other threads, round differently. That can
+# change a sampled token. If a learning rate falls towards --steps, `steps` has no place here.
 CHANGEABLE = frozenset(
     "model data reward steps save_every save_minutes keep_last eval_every eval_benchmarks "
     "eval_limit eval_samples log_samples rollout_batch_size tokens_per_micro_batch "
@@ -888,10 +876,8 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     Prompts that are too long are dropped. checkpoint: of a resumed run; its tokenizer and its
     config are loaded in place of --model's.
     """
-    # The tokenizer of a checkpoint has the chat template.
-    tokenizer = load_tokenizer(
-        str(checkpoint or cfg.model), "" if checkpoint else cfg.chat_template
-    )
+    name = str(checkpoint or cfg.model)
+    tokenizer = load_tokenizer(name, "" if checkpoint else cfg.chat_template)  # a checkpoint has it
     reward = load_reward(cfg.reward)
     whole_rows = bool(cfg.reward)  # a reward of your own can read every column
     benchmarks = cfg.eval_benchmarks if cfg.eval_every else []
@@ -906,8 +892,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     dropped = len(problems) - len(kept)
     progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
     prompts = [problem["prompt_ids"] for problem in kept]
-    config = load_config(str(checkpoint or cfg.model))
-    check_length(config, prompts, cfg.max_new_tokens, "--max_new_tokens")
+    check_length(load_config(name), prompts, cfg.max_new_tokens, "--max_new_tokens")
     rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
     return Task(tokenizer, kept, reward, suite, f"{len(kept)} problems, {fingerprint(rows)}")
 
@@ -920,10 +905,9 @@ def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> 
     """
     if not run.evaluation_is_due():
         return
-    tokenizer, suite, reward = task.tokenizer, task.suite, task.reward
+    given = task.tokenizer, task.suite, run.evaluation_file(), cfg, task.reward
     with distributed.gathered(policy) as model:
-        file = run.evaluation_file()
-        scores = evaluation.evaluate(model, tokenizer, suite, file, cfg, reward)
+        scores = evaluation.evaluate(model, *given)
     run.end_evaluation(scores)
     progress.log(progress.scores_in_words(run.step, scores))
 
@@ -943,8 +927,7 @@ def load_models(
         load_optimizer(checkpoint, policy.model, optimizer)
     # A checkpoint has this, so other programs stop and sample as training does.
     stops = stop_ids(policy.model, tokenizer)
-    config = sampling_config(1.0, 1.0, None, stops, tokenizer.pad_token_id)
-    policy.model.generation_config = config
+    policy.model.generation_config = sampling_config(1.0, 1.0, None, stops, tokenizer.pad_token_id)
     with_kl = METHODS[cfg.method].kl and cfg.beta > 0
     return policy, optimizer, load_policy(cfg.model) if with_kl else None
 
