@@ -7,6 +7,7 @@ The final answer is the content of the last complete \boxed{...}. support/answer
 two answers are equal. load_reward loads a reward of your own.
 """
 
+import copy
 import importlib.util
 import math
 import numbers
@@ -100,7 +101,7 @@ def load_reward(spec: str = "") -> Reward:
         if "row" not in problem:
             return math_reward(text, problem["answer"])
         try:
-            value = function(text, dict(problem["row"]))  # a copy: other responses need the row too
+            value = function(text, copy.deepcopy(problem["row"]))  # others need the row, too
         except (Exception, SystemExit) as error:  # also exit() in code that the function runs
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"

@@ -35,7 +35,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -349,8 +349,9 @@ def update(
     clipping, and `finite`, which says whether there was a step.
     """
     keep = keep & batch.mask  # a mask of your own may be True outside responses
-    finite = stats.logp.isfinite() & stats.entropy.isfinite() | ~batch.mask  # (B, L)
-    sums = all_sum({"denominator": method.denominator(batch, keep), "not_finite": (~finite).sum()})
+    not_finite = batch.mask & ~(stats.logp.isfinite() & stats.entropy.isfinite())  # (B, L)
+    sums = {"denominator": method.denominator(batch, keep), "not_finite": not_finite.sum()}
+    sums = all_sum(sums)
     # FSDP averages gradients over ranks, so the denominator of all ranks is divided by world_size.
     denominator = max(sums["denominator"], 1) / world_size()
     trained = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
@@ -514,6 +515,7 @@ def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
 
 def silence_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     """Silence as many candidates as STAPO does, of the highest entropy: S2T sees -H for H."""
+    cfg = replace(cfg, quantile_over="candidates")
     return silence_spurious(batch, stats._replace(entropy=-stats.entropy), cfg)
 
 
@@ -525,6 +527,7 @@ def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
     noise = torch.zeros(batch.mask.shape)  # (B, L)
     for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
         noise[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
+    cfg = replace(cfg, quantile_over="candidates")
     return silence_spurious(batch, stats._replace(entropy=noise), cfg)
 
 
@@ -554,7 +557,7 @@ def all_tokens(batch: Batch, keep: torch.Tensor) -> torch.Tensor:
     return batch.mask.sum()
 
 
-def responses(batch: Batch, keep: torch.Tensor) -> torch.Tensor:
+def all_responses(batch: Batch, keep: torch.Tensor) -> torch.Tensor:
     return torch.tensor(len(batch.ids))
 
 
@@ -615,7 +618,7 @@ def grpo_loss(
 METHODS = {
     "stapo": Method(silence_spurious, "A > 0", kept_tokens, token_mean),
     "justrl": Method(keep_all, "none", all_tokens, token_mean),
-    "grpo": Method(keep_all, "none", responses, response_mean, kl=True),
+    "grpo": Method(keep_all, "none", all_responses, response_mean, kl=True),
     # divides by all tokens, the dropped ones included
     "20-entropy": Method(keep_high_entropy, "all", all_tokens, token_mean),
     "full-mask": Method(silence_candidates, "A > 0", kept_tokens, token_mean),
@@ -859,7 +862,10 @@ def check_flags(cfg: Config) -> None:
     need("method", cfg.method in METHODS, f"not one of {', '.join(METHODS)}")
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
-    for name in ("batch_size", "mini_batch_size", "max_new_tokens", "keep_last"):
+    need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
+    need("eps_low", 0 <= cfg.eps_low < 1, "the ratio is clipped at 1 - eps_low")
+    need("eps_high", 0 <= cfg.eps_high < 1, "the ratio is clipped at 1 + eps_high")
+    for name in ("batch_size", "mini_batch_size", "max_new_tokens", "rollout_batch_size"):
         need(name, getattr(cfg, name) >= 1, "must be at least 1")
     fits = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", fits, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")

@@ -64,7 +64,7 @@ def read_flags(
         if given[name] != stored[name]:
             began = f"{given['resume']} began with --{name} {stored[name]}"
             raise InputError(f"--{name} {given[name]}: {began}, and --resume keeps it")
-    return config(**stored | given | {"output": given["resume"]})
+    return config(**stored | given | {"output": str(Path(given["resume"]))})
 
 
 def flags_of_run(config: type, run: Path) -> dict[str, Any]:

@@ -90,6 +90,8 @@ def report_step(line: dict, sample: dict, total: int, lines: list[dict], boxes: 
         hint = "compare this form with the boxes in samples.jsonl"
         log(f"step 1: no response is right; an answer in the data is {sample['gold']!r}: {hint}")
     check_sampler(line)
+    if line["skipped_updates"]:
+        log(f"step {step}: {line['skipped_updates']} updates were not finite, and were skipped")
 
 
 def time_left(lines: list[dict], steps: int) -> str:

@@ -33,6 +33,7 @@ from support import distributed
 from support.distributed import all_max, barrier, on_rank_0, raised_on_all, rank
 from support.errors import InputError
 from support.files import append_rows, read_lines, sync, write_whole
+from support.progress import log
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -58,10 +59,13 @@ def claim(folder: Path) -> None:
         except BlockingIOError:
             what = "another process works in this directory; wait for its end"
             raise InputError(f"--output {folder}: {what}") from None
+        except OSError as error:
+            log(f"{folder}: no locks here ({error}); start no second process in this directory")
         mark = f"process {os.getpid()}, {time.monotonic()}"
         lock_file.truncate(0)
         lock_file.write(mark)
         lock_file.flush()
+        os.fsync(lock_file.fileno())  # so that other hosts see it
         return mark
 
     mark = on_rank_0(lock)
@@ -187,7 +191,9 @@ class RunFolder:
             self.saved, self.saved_at = self.step, time.monotonic()
             if rank() == 0:
                 for old in checkpoints(self.path)[: -self.flags["keep_last"]]:
-                    shutil.rmtree(old.rename(old.with_suffix(".partial")))  # half of it is none
+                    # A half-deleted checkpoint must not look whole.
+                    half = old.rename(old.with_suffix(".partial"))
+                    shutil.rmtree(half, ignore_errors=True)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -28,7 +28,8 @@ def test_what_is_left_is_as_long_as_a_usual_recent_step(seconds, steps, words):
     assert progress.time_left(lines, steps) == words
 
 
-LINE = dict.fromkeys("accuracy entropy silenced_fraction sampling_z sampling_gap".split(), 0.0)
+LINE = dict.fromkeys("accuracy entropy silenced_fraction skipped_updates".split(), 0.0)
+LINE |= {"sampling_z": 0.0, "sampling_gap": 0.0}
 LINE |= {"response_length": 9.0, "rollout_seconds": 1.0, "update_seconds": 1.0}
 LINE |= {"zero_advantage_fraction": 1.0}
 

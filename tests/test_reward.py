@@ -112,7 +112,7 @@ DIFFERENT = r"""
 10^{100} | 10^{100}+1
 2^{100}+2 | 2^{100}-2
 \frac{1}{2004!} | \frac{1}{2006!}
-e^{500} e^{500} | e^{400} e^{500}
+e^{500} e^{500} | e^{400} e^{500} | 5
 x + 10^{10} | x + 10^{10} + 1
 \frac13 | 0.3333
 -2 | \sqrt{-4}
@@ -164,6 +164,7 @@ x \ne 2 | x < 2
 1 < 2x < 4 | (1,4)
 (4 \text{ or } 6) | (4, 6)
 \mathbb{R} \setminus \{2\} | \mathbb{R}
+2[1,2] | [2,4] | (2,4)
 \infty | -\infty | 2 \infty | 1.7 \cdot 10^{300}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 2 & 1 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
