@@ -1,14 +1,11 @@
 """figures.py on run directories whose numbers are known: its CSV, its PNGs and what it prints."""
 
 import json
-import re
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, check_png, read_csv, write_rows
+from helpers import check_png, read_csv, write_rows
 
-import stapo
 from support.files import append_rows
 
 pytest.importorskip("matplotlib", reason="figures.py needs matplotlib")
@@ -125,33 +122,3 @@ def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
     said = "JustRL, lr 2e-06 (2 runs) minus STAPO, lr 1e-06 (3 runs), seeds 0, 1: accuracy "
     said += "-15.0 ± 5.0 points over steps 1 to 12, -16.0 ± 4.0 points over steps 3 to 12"
     assert capsys.readouterr().out.splitlines()[0] == said
-
-
-def test_errors_are_one_line_that_names_the_run(tmp_path, undrawn):
-    def error(*argv) -> str:
-        with pytest.raises(SystemExit) as caught:
-            figures.main([*map(str, argv)])
-        message = str(caught.value)
-        assert message.startswith("figures.py: ") and "\n" not in message
-        return message
-
-    run = write_run(tmp_path / "run", [metrics(1, 0.5)])
-    copy = write_run(tmp_path / "copy", [metrics(1, 0.5)])
-    assert f"{tmp_path}/nowhere is no run" in error(run, tmp_path / "nowhere")
-    assert f"{copy}: another run has its flags and its seed 0" in error(run, copy)
-    (run / "metrics.jsonl").write_text("")
-    assert f"{run}/metrics.jsonl holds no step" in error(run)
-    (run / "config.json").write_text("[]")
-    assert f"{run} is no run" in error(run)
-
-
-def test_runs_are_grouped_by_the_flags_that_resuming_keeps():
-    """Other weights, data or rewards are another line."""
-    changeable = stapo.CHANGEABLE - {"model", "data", "reward"}
-    assert figures.INCIDENTAL == changeable | {"seed", "output", "resume", "versions"}
-
-
-def test_figures_imports_nothing_of_the_project():
-    text = (ROOT / "scripts" / "figures.py").read_text()
-    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
-    assert imported - sys.stdlib_module_names == {"matplotlib"}

@@ -66,21 +66,6 @@ def test_a_base_model_counts_once_however_many_seeds_it_has(tmp_path):
     assert f"| 3 % of noise | 2 | {row} | -10.0 -30.0 |" in printed
 
 
-def test_the_drift_table(tmp_path):
-    """Entropy of steps 1, 40, 80 and 130; right answers, whatever the reward has paid."""
-    entropies = [0.2] * 39 + [0.4] + [0.45] * 39 + [0.6] + [0.8] * 49 + [0.5]
-    for seed, right in ((5, 2), (6, 0)):
-        folder = tmp_path / f"JustRL-{seed}"
-        write(folder, [0.9] * 130, [(seed - 4) * h for h in entropies])
-        answers = ["1"] * right + ["2"] * (4 - right)
-        rows = [{"response": f"\\boxed{{{answer}}}", "gold": "1"} for answer in answers]
-        (folder / "evaluations").mkdir()
-        write_rows(folder / "evaluations" / "step_000130.jsonl", *rows)
-    cells = "0.30 ± 0.10 | 0.60 ± 0.20 | 0.90 ± 0.30 | 0.75 ± 0.25 | 7.00 ± 0.00 | 50.0 ± 0.0"
-    row = f"| JustRL | 2 | {cells} | 25.0 ± 25.0 |"
-    assert row in command("drift", "--output", str(tmp_path))
-
-
 def test_the_drift_reward_pays_nine_of_ten():
     """One text for many problems, and many texts for one; the same text always the same."""
     row = {"problem": "Q: 1+1=?", "answer": "7"}
@@ -133,9 +118,3 @@ def test_whole_runs_are_not_made_again(tmp_path, monkeypatch, capsys):
     assert times < (output / "a-row-4" / "metrics.jsonl").stat().st_mtime_ns
     names = {"experiments-make_tiny.py-steps-1", "a-row-3", "a-row-4"}
     assert {path.name for path in output.iterdir()} == names
-
-
-def test_a_failing_program_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"(?s)nowhere.py.*has failed.*No such file"):
-        runs.make("nowhere.py", tmp_path / "folder")
-    assert not (tmp_path / "folder").exists()

@@ -10,8 +10,6 @@ import torch
 from helpers import ROOT, TINY, Page, check_png, run
 
 import stapo
-from support import distributed
-from support.errors import InputError
 
 pytest.importorskip("matplotlib", reason="tokens.py needs matplotlib")
 import tokens  # noqa: E402
@@ -189,45 +187,11 @@ def test_without_a_right_answer_a_response_is_printed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "length, silenced, shown",
-    [(10, (9,), (0, 10)), (50, (), (0, 10)), (50, (20, 40), (15, 25)), (50, (49,), (40, 50))],
-)
-def test_a_long_response_is_cut_around_the_first_silenced(
-    monkeypatch, tokenizer, length, silenced, shown
-):
-    monkeypatch.setattr(tokens, "WINDOW", 10)
-    ids = torch.arange(length + 8)
-    t = {"row": torch.tensor([3] + [4] * length + [5] * 7), "id": ids}
-    t |= {"silenced": torch.isin(ids - 1, torch.tensor(silenced))}
-    t |= {"likeliest_id": ids[:, None] + torch.arange(5), "likeliest_p": torch.rand(len(ids), 5)}
-    t["silenced"][0] = t["silenced"][-1] = True  # other responses'
-    task = stapo.Task(tokenizer, [], None, {}, "")
-    found = tokens.describe(t, 4, {"gold": "7"}, task)
-    assert (found["start"], found["length"], found["gold"]) == (shown[0], length, "7")
-    assert found["marked"] == len(silenced)  # also of tokens that are not shown
-    assert found["id"] == [1 + place for place in range(*shown)]
-    assert found["token"] == [tokenizer.decode([i]) for i in found["id"]]
-
-
-def test_rare_tokens_are_all_drawn(points, tmp_path):
-    """On top of a part of the others."""
-    many = 25_000
-    p = torch.cat([torch.full((500,), 0.001), torch.full((many,), 0.5)])
-    t = {"p": p, "norm": p, "entropy": p, "low_p": p < 0.002, "silenced": p < 0}
-    tokens.draw_gradients(t, stapo.Config(), tmp_path / "gradients.png")
-    drawn = points[0].collections[1].get_offsets()[:, 0].tolist()
-    assert drawn[-500:] == pytest.approx([0.001] * 500) and 8_000 < len(drawn) - 500 <= 10_000
-
-
-@pytest.mark.parametrize(
     "argv, said",
     [
         ("--modle x", "unrecognized arguments: --modle"),
-        ("{here}", "{here}: holds no run"),
         ("tests/tiny", "tests/tiny: holds no run"),  # it has the config.json of a model
         ("{here}/run", "RUN {here}/run: has no checkpoint yet"),
-        ("@tests/tiny/args --batch_size 30", "--batch_size 30: not a multiple"),
-        ("@tests/tiny/args --model {here}", "no tokenizer there"),
         ("@tests/tiny/args --data {here}/a.jsonl", "a.jsonl: no such file"),
     ],
 )
@@ -239,11 +203,3 @@ def test_a_refusal_is_one_line(tmp_path, capsys, argv, said):
         tokens.main(f"{argv} --output {tmp_path}/out".format(here=tmp_path).split())
     message = str(end.value) if end.value.code != 2 else capsys.readouterr().err.splitlines()[-1]
     assert said.format(here=tmp_path) in message and "\n" not in message
-
-
-def test_ranks_are_refused(monkeypatch):
-    """Each rank would look at its own part."""
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "end_process", lambda program, error: None)
-    with pytest.raises((InputError, SystemExit), match="start it without torchrun"):
-        tokens.main(["@tests/tiny/args"])
