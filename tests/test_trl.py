@@ -14,10 +14,9 @@ import pytest
 import torch
 from helpers import ROOT, TINY, example, make_random_model
 from ranks import launch
-from reference import method_loss, plain_head, row_stats
+from reference import method_loss, plain_head
 from transformers import TrainerCallback
 
-import stapo
 from rollout import (
     Response,
     encode_prompt,
@@ -31,6 +30,11 @@ from rollout import (
 )
 
 trl_stapo = pytest.importorskip("trl_stapo", reason="trl is not installed")
+
+# The trainer as in a script of the reader's own: pasted, beside a copy of the loss.
+SECTION = (ROOT / "scripts" / "trl_stapo.py").read_text()
+SECTION = SECTION.split("= the trainer\n")[1].split("\n# =====")[0]
+exec(SECTION, PASTED := {})
 
 # Sampled at a time. In a group of two only one has A > 0: the first tokens of two right responses
 # to a prompt would have one entropy, and rounding would decide about a threshold between them.
@@ -83,7 +87,7 @@ def train(folder, model=None, settings=(), **options):
     """Four optimiser steps on canned responses: the trainer, with what the callback has `seen`."""
     seen = []
 
-    class Canned(trl_stapo.STAPOTrainer):
+    class Canned(PASTED["STAPOTrainer"]):
         def _generate_single_turn(self, prompt_ids, *_):
             return [response(ids, i % GROUP) for i, ids in enumerate(prompt_ids)], None
 
@@ -152,85 +156,11 @@ def check_step(update, slices: list[dict], line: dict) -> None:
     gradients = torch.autograd.grad(loss, parameters)
     for ours, theirs in zip(update.gradients.values(), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
-    with torch.no_grad():
-        entropy = torch.cat([row_stats(model, response)[1] for response in responses])
-    assert line["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-4)
-    clipped = [sums[f"clip_{end}"] / len(entropy) for end in ("low", "high")]
-    names = "clip_ratio/low_mean", "clip_ratio/high_mean"
-    assert [line[name] for name in names] == pytest.approx(clipped, rel=1e-3)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 8])
-def test_each_step_is_the_papers(tmp_path, micro_batches):
-    """Also with evaluations in between, which take each batch as its own mini-batch."""
-    trainer = train(
-        tmp_path,
-        micro_batches=micro_batches,
-        gradient_checkpointing=micro_batches > 1,
-        eval_strategy="steps",
-        eval_steps=2,
-        per_device_eval_batch_size=16,
-        settings={"eval_dataset": problems(16)},
-    )
-    for update, line in zip(trainer.seen, logged(trainer), strict=True):
-        check_step(update, update.slices, line)
-        # else a quantile of each micro-batch would be the same
-        assert len(set(map(silenced, update.slices))) > 1 or micro_batches == 1
-    assert logged(trainer)[0]["sampling_z"] > 6  # the responses are not the policy's own
-    assert trainer.model.is_gradient_checkpointing == (micro_batches > 1)
-    evaluated = [row for row in trainer.state.log_history if "eval_loss" in row]
-    assert len(evaluated) == 2 and all(row["eval_silenced"] > 2 for row in evaluated)
-
-
-def test_a_group_of_equal_rewards_has_no_advantage(tmp_path, monkeypatch):
-    """The float32 mean of eight rewards of 1.2 is below 1.2, and TRL divides the rest by 1e-4."""
-
-    def graded(completion_ids, **_):  # the first half is equal, but the first has no reward
-        half = len(completion_ids) // 2
-        return [None] + [1.2] * (half - 1) + [float(ids[0] % 2) for ids in completion_ids[half:]]
-
-    monkeypatch.setitem(globals(), "reward", graded)
-    trainer = train(tmp_path, num_generations=8, max_steps=1)
-    A = torch.cat([batch["advantages"] for batch in trainer._buffered_inputs]).abs()
-    assert (A == 0).sum() >= len(A) // 2 and (A > 0.3).any()
-    assert ((A == 0) | (A > 0.3)).all()
-
-
-# --------------------------------------------------------------- in a script of the reader's own
-
-SECTION = (ROOT / "scripts" / "trl_stapo.py").read_text()
-SECTION = SECTION.split("= the trainer\n")[1].split("\n# =====")[0]
-CHAT = """{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
-
-
-def chat_model(folder):
-    """The tiny model, as a base model with a chat template whose end of turn no config names."""
-    shutil.copytree(TINY, folder)
-    tokenizer = load_tokenizer(str(TINY))
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
-def test_the_section_alone_trains_and_what_it_saves_stops_at_the_end_of_a_turn(tmp_path):
-    """Pasted, with the copy of the loss as its only other file."""
+def test_the_section_needs_nothing_else_of_the_project():
     imported = re.findall(r"^(?:from|import) (\w+)", SECTION, re.MULTILINE)
     assert set(imported) == {"torch", "trl", "accelerate", "stapo"}
-    exec(SECTION, pasted := {})
-    tokenizer = chat_model(tmp_path / "model")
-    turns = [{"prompt": [{"role": "user", "content": f"{i} + 1?"}]} for i in range(64)]
-    dataset = trl_stapo.Dataset.from_list(turns)
-    options = {"train_dataset": dataset, "processing_class": tokenizer}
-    small = config(tmp_path / "run", max_steps=1, max_completion_length=8)
-    trainer = pasted["STAPOTrainer"](str(tmp_path / "model"), reward, small, **options)
-    trainer.train()
-    assert len(logged(trainer)) == 1
-    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    trainer.save_model()
-    saved = json.loads((tmp_path / "run" / "generation_config.json").read_text())
-    assert sorted(saved["eos_token_id"]) == stops
 
 
 # ------------------------------------------------------------------------------------------- ranks
@@ -238,12 +168,15 @@ def test_the_section_alone_trains_and_what_it_saves_stops_at_the_end_of_a_turn(t
 
 def on_ranks(folder) -> None:
     """Responses are sampled twice, each time the mini-batch of two steps."""
-    trainer = train(folder / "run", micro_batches=2, mini_batches=1, num_iterations=2, ranks=2)
+    iterations = {"mini_batches": 1, "num_iterations": 2, "gradient_checkpointing": True}
+    trainer = train(folder / "run", micro_batches=2, ranks=2, **iterations)
+    assert trainer.model.is_gradient_checkpointing
     saved = {"seen": trainer.seen, "log": logged(trainer)}
     torch.save(saved, folder / f"rank-{trainer.args.process_index}.pt")
 
 
-def test_two_ranks_share_a_mini_batch(tmp_path):
+def test_each_step_is_the_papers_on_two_ranks(tmp_path):
+    """Else each micro-batch and each rank would have a quantile of its own."""
     assert launch(on_ranks, 2, tmp_path / "log", tmp_path, timeout=300) == [0, 0]
     first, second = (
         torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in (0, 1)
@@ -252,8 +185,9 @@ def test_two_ranks_share_a_mini_batch(tmp_path):
         check_step(one, one.slices + other.slices, line)
         for name, gradient in one.gradients.items():
             torch.testing.assert_close(other.gradients[name], gradient)
-        counts = [sum(map(silenced, update.slices)) for update in (one, other)]
-        assert counts[0] != counts[1]
+        counts = [list(map(silenced, update.slices)) for update in (one, other)]
+        assert counts[0][0] != counts[0][1] and sum(counts[0]) != sum(counts[1])
+    assert first["log"][0]["sampling_z"] > 6  # the responses are not the policy's own
 
 
 # --------------------------------------------------------------------------- what TRL has to offer
@@ -293,12 +227,9 @@ def test_bfloat16_layers_and_a_float32_head(tmp_path):
     targets, mask = batch["completion_ids"].flatten(), batch["completion_mask"].bool()
     weight = model.get_output_embeddings().weight.detach()
     flat = seen["last"][:, -width:].flatten(0, 1)
-    exact = plain_head(flat, weight, targets)
-    rounded = plain_head(flat.bfloat16(), weight.bfloat16(), targets)
-    for ours, true, coarse in zip((logp, entropy), exact, rounded):
-        true, coarse = true.view_as(ours)[mask].float(), coarse.view_as(ours)[mask].float()
+    for ours, true in zip((logp, entropy), plain_head(flat, weight, targets)):
+        true = true.view_as(ours)[mask].float()
         torch.testing.assert_close(ours[mask], true, rtol=1e-5, atol=1e-5)
-        assert (coarse - true).abs().max() > 1e-3
 
 
 # ----------------------------------------------------------------------------------------- refused
@@ -312,21 +243,6 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
         setattr(options, name, "another")
         with pytest.raises(ValueError, match=f"^{name}=another: "):
             trl_stapo.check(options, {})
-
-
-def test_other_refusals(tmp_path):
-    refused = [
-        ("gradient_accumulation_steps: ", {"micro_batches": 2, "steps_per_generation": 5}),
-        ("scale_rewards=none", {"scale_rewards": False}),  # TRL's other spelling
-        ("tools", {"settings": {"tools": [print]}}),
-        ("dtype: .*bfloat16", {"model": load_model(str(TINY), torch.bfloat16)}),
-    ]
-    for words, options in refused:
-        with pytest.raises(ValueError, match=f"^{words}"):
-            train(tmp_path, **options)
-    for wrong in ("--beta 0.1", "--data none.jsonl", "--max_prompt_tokens 2", "--q 2"):
-        with pytest.raises(SystemExit, match=f"^trl_stapo.py: .*{wrong.split()[1]}"):
-            trl_stapo.main([*WITHOUT_VLLM, *small(tmp_path), *wrong.split()])
 
 
 # ---------------------------------------------------------------------------- engines and commands
@@ -365,7 +281,7 @@ def page() -> list[list[str]]:
     return [command[command.index("scripts/trl_stapo.py") + 1 :] for command in commands]
 
 
-EIGHT, ONE_GPU, WITHOUT_VLLM, TWO_PROCESSES = page()
+EIGHT, _, _, TWO_PROCESSES = page()
 
 
 def small(folder) -> list[str]:
@@ -376,51 +292,21 @@ def small(folder) -> list[str]:
         """.split()
 
 
-@pytest.mark.parametrize("flags", [EIGHT, WITHOUT_VLLM], ids=["vllm", "without"])
-def test_the_pages_commands(tmp_path, monkeypatch, flags):
-    """The second with its own reward, between 0 and 1 on average; the grader's is below."""
-    (tmp_path / "own.py").write_text(
-        "def short(text, row):\n"
-        "    return float(len(text) % 2) if row['answer'] and '<|' not in text else None"
-    )
-    reward_flags = [] if flags is EIGHT else ["--reward", f"{tmp_path}/own.py:short"]
+def test_the_pages_command_with_vllm(tmp_path, monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Engine)
     made, real = [], trl_stapo.make_trainer
     monkeypatch.setattr(trl_stapo, "make_trainer", lambda argv: made.append(real(argv)) or made[0])
-    trl_stapo.main([*flags, *small(tmp_path), *reward_flags])
+    trl_stapo.main([*EIGHT, *small(tmp_path)])
     (trainer,) = made
     assert all(getattr(trainer.args, name) == x for name, x in trl_stapo.DEFAULTS.items())
     assert trainer.args.bf16 and trainer.clip == {"eps_low": 0.2, "eps_high": 0.28}
     saved, base = load_model(str(tmp_path)).state_dict(), load_model(str(TINY)).state_dict()
     assert any((saved[key] != base[key]).any() for key in base)
     first, second = logged(trainer)
-    assert 0 < first["reward"] < 1 if reward_flags else first["reward"] < 0
+    assert -1 < first["reward"] < 0
     assert abs(first["sampling_z"]) < 5
     assert "sampling_gap" not in second  # of the same rollout
-    if flags is EIGHT:
-        assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": [0]}
-
-
-def test_the_defaults_are_those_of_stapo(tmp_path):
-    """Except for the sizes; TRL counts the warm-up in optimiser steps, four for a rollout."""
-    config = trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True, **trl_stapo.DEFAULTS)
-    stapos, group = stapo.Config(), config.num_generations
-    assert (config.epsilon, config.epsilon_high) == (stapos.eps_low, stapos.eps_high)
-    assert (config.learning_rate, config.weight_decay) == (stapos.lr, stapos.weight_decay)
-    assert (config.max_grad_norm, group) == (stapos.grad_clip, stapos.group_size)
-    assert config.warmup_steps == 4 * stapos.warmup_steps
-
-
-def test_the_pages_commands_make_four_updates_a_rollout():
-    """The sizes that the page says."""
-    sizes = []
-    for flags in (EIGHT, ONE_GPU, WITHOUT_VLLM, TWO_PROCESSES):
-        pairs = dict(zip(flags, flags[1:]))
-        steps, accumulated = "--steps_per_generation", "--gradient_accumulation_steps"
-        assert int(pairs[steps]) == 4 * int(pairs[accumulated])
-        sizes.append(int(pairs.get("--per_device_train_batch_size", 8)) * int(pairs[accumulated]))
-    assert sizes == [64, 64, 16, 16] and 8 * sizes[0] == 512
-    assert EIGHT == ONE_GPU
+    assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": [0]}
 
 
 def on_two_processes(folder) -> None:
@@ -434,12 +320,24 @@ def test_the_pages_two_processes(tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_prompts_and_stops_are_those_of_stapo(tmp_path, chat):
+CHAT = """{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+
+
+def chat_model(folder):
+    """The tiny model, as a base model with a chat template whose end of turn no config names."""
+    shutil.copytree(TINY, folder)
+    tokenizer = load_tokenizer(str(TINY))
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_prompts_and_stops_are_those_of_stapo(tmp_path):
     """In a chat template the end of a turn ends a response, also of a base model."""
-    tokenizer = chat_model(tmp_path / "model") if chat else load_tokenizer(str(TINY))
-    argv = small(tmp_path / "run")
-    argv += ["--model_name_or_path", f"{tmp_path}/model"] * chat
+    tokenizer = chat_model(tmp_path / "model")
+    argv = [*small(tmp_path / "run"), "--model_name_or_path", f"{tmp_path}/model"]
     problem = json.loads((TINY / "train.jsonl").read_text().splitlines()[0])["problem"]
     ids = encode_prompt(tokenizer, problem, "Think.")
     argv += ["--max_prompt_tokens", str(len(ids)), "--tau_p", "0.01", "--q", "0.5"]
@@ -447,7 +345,7 @@ def test_prompts_and_stops_are_those_of_stapo(tmp_path, chat):
     assert trainer.s2t == {"tau_p": 0.01, "q": 0.5}
     prompts = [trainer.train_dataset[0]["prompt"]]
     assert trainer._tokenize_prompts(prompts)[0] == [ids]
-    stops = [0, *tokenizer.convert_tokens_to_ids(["<|im_end|>"])] if chat else [0]
+    stops = [0, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     assert trainer.eos_token_ids == trainer.generation_config.eos_token_id == stops
 
 
@@ -468,22 +366,11 @@ def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
     args = names["trainer"].args
     assert names["trainer"].s2t["tau_p"] == 0.002 and args.bf16 and args.steps_per_generation == 64
     assert all(getattr(args, name) == x for name, x in trl_stapo.DEFAULTS.items())
-    monkeypatch.setattr(trl_stapo, "GRPOConfig", trl.GRPOConfig)  # of a trainer without a config
-    default = trl_stapo.STAPOTrainer(str(TINY), reward, train_dataset=names["dataset"])
-    assert default.clip == {"eps_low": 0.2, "eps_high": 0.28}
     exec(example("check"), checked := {})
-
-    compared = []
-
-    class Counted(checked["Checked"]):
-        def compute_loss(self, model, inputs, **_):
-            compared.append(float(super().compute_loss(model, inputs).detach()))
-            return super().compute_loss(model, inputs)
-
+    checked = checked["Checked"]
     clip = {"epsilon": 0.01, "epsilon_high": 0.02}  # so that it acts, and is not the default
     one_mini_batch = real(**trl_stapo.DEFAULTS | given | clip)
     options = {"train_dataset": names["dataset"], "processing_class": load_tokenizer(str(TINY))}
-    Counted(str(TINY), reward, one_mini_batch, tau_p=0.0, **options).train()
-    assert len(compared) == 8 and any(compared)
+    checked(str(TINY), reward, one_mini_batch, tau_p=0.0, **options).train()
     with pytest.raises(AssertionError, match="not close"):
-        Counted(str(TINY), reward, one_mini_batch, tau_p=0.5, **options).train()
+        checked(str(TINY), reward, one_mini_batch, tau_p=0.5, **options).train()
