@@ -65,8 +65,6 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
     if chat_template == "none":
         tokenizer.chat_template = None
     elif chat_template:
-        if not Path(chat_template).is_file():
-            raise InputError(f"--chat_template {chat_template}: no such file")
         tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do.

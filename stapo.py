@@ -9,17 +9,13 @@ Algorithm 1 of the paper, and the function that does each of its lines:
     repeat                                                                     train_step
         pi_old = pi_theta;  y_1 .. y_G ~ pi_old(.|x) for each prompt x         collect
         R = +1 or -1;  A_i = (R_i - mean R) / std R within each group          group_advantages
-        for each mini-batch:
+        for each mini-batch (tau_h: the q-quantile of H over its tokens with A > 0, p < tau_p):
             p and H of its tokens under the current policy pi_theta            logp_and_entropy
             I = 0 where A > 0 and p < tau_p and H < tau_h, else 1              spurious_mask
             J = 1 / (sum I) * sum I min(rho A, clip(rho) A)                    clipped_loss
             one AdamW step up the gradient of J                                update
 
 In a group, A > 0 means R above the group's mean: with the rewards +1 and -1, a right response.
-
-p and H are computed in one place. `response_stats` (rollout.py) cuts rows into micro-batches,
-`Policy.forward` (rollout.py) runs the model, and `HeadStats` (support/head.py) turns hidden states
-into p and H.
 
 Every rank runs every function. An InputError of one rank is raised on all ranks or ends the job.
 
