@@ -29,11 +29,7 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device getDevice() const override { return gpu(); }
   c10::Device exchangeDevice(c10::Device) const override { return gpu(); }
   c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
-  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream(); }
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
       const override {}
 };
@@ -51,9 +47,6 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex current_device() const override { return 0; }
   DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }
