@@ -1,6 +1,7 @@
 """What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -253,6 +254,18 @@ def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypa
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def test_a_time_limit_ends_the_process_that_a_reward_forks():
+    stopping.stop.listen()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.join(0.5)  # Python runs the hooks of a fork
+    child.terminate()
+    child.join(10)
+    code = child.exitcode
+    child.kill()
+    assert code == -signal.SIGTERM
+
+
 def train_unread(output: Path) -> None:
     """As `stapo.py ... | head -1` once head has ended."""
     reader, writer = os.pipe()
@@ -470,3 +483,11 @@ def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, monkey
     for step in (1, 2):
         progress.check_sampler({"step": step, "sampling_gap": gap, "sampling_z": z})
     assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
+
+
+def test_a_version_that_was_not_tested_is_named(monkeypatch):
+    assert versions.outside_the_bounds() == []
+    found = versions.installed() | {"transformers": "5.99.0"}
+    monkeypatch.setattr(versions, "installed", lambda: found)
+    (line,) = versions.outside_the_bounds()
+    assert line.startswith("transformers 5.99.0 is not a tested version") and "<5." in line
