@@ -142,8 +142,8 @@ def rule(t: Tokens, cfg: stapo.Config) -> str:
     likeliest = t["likeliest_p"][t["silenced"], 0].sort().values
     if len(likeliest):
         least, middle, most = likeliest[0], likeliest[len(likeliest) // 2], likeliest[-1]
-        text += f" The likeliest word at a silenced token had a probability of {least:.2g} to "
-        text += f"{most:.2g}, in the median {middle:.2g}."
+        text += f" The likeliest word at a silenced token had a probability of {least:.3g} to "
+        text += f"{most:.3g}, in the median {middle:.3g}."
     return text
 
 
@@ -232,7 +232,8 @@ def run(cfg: stapo.Config) -> None:
     (out / "quadrants.md").write_text(table, "utf-8")
     draw_gradients(t, cfg, out / "gradients.png")
     marked = set(t["row"][t["silenced"]].tolist())
-    shown = sorted(t["row"].unique().tolist(), key=lambda row: row not in marked)[:SHOWN]
+    rows = sorted(t["row"].unique().tolist(), key=lambda row: row % cfg.group_size)  # many problems
+    shown = sorted(rows, key=lambda row: row not in marked)[:SHOWN]
     described = [describe(t, row, samples[row], task) for row in shown]
     page = responses.page(cfg.model, rule(t, cfg), described, cfg.tau_p)
     (out / "responses.html").write_text(page, "utf-8")
