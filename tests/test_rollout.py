@@ -469,9 +469,6 @@ def test_the_chat_template_may_be_another_or_none(tmp_path):
         tokenizer = rollout.load_tokenizer(str(tmp_path), text)
         prompts.append(tokenizer.decode(encode_prompt(tokenizer, "1+2", "")))
     assert "assistant" in prompts[0] and prompts[1:] == ["Be brief. 1+2 Answer:", "1+2\n"]
-    file.unlink()
-    with pytest.raises(InputError, match="^--chat_template .*other.jinja"):
-        rollout.load_tokenizer(str(tmp_path), str(file))
 
 
 def test_tokenizer_without_a_pad_token(tmp_path):
