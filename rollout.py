@@ -27,7 +27,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from support import distributed
 from support.decoding import (
     NAN_LOGITS,
-    check_processors,
     decoding_loop,
     has_full_attention,
     rows_that_fit,
@@ -44,7 +43,7 @@ from support.models import (
     load_pretrained,
 )
 from support.progress import bar as progress_bar
-from support.progress import first_time, say, track
+from support.progress import track
 from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -182,10 +181,7 @@ def sample(
     model lacks an id of the tokenizer.
     """
     if model.training:
-        raise RuntimeError(
-            "the model is in training mode, where gradient checkpointing turns the cache off and "
-            "dropout changes what is drawn: call model.eval() before sampling"
-        )
+        raise RuntimeError("the model is in training mode: call model.eval() before sampling")
     if not prompts:
         return
     check_vocabulary(model, prompts, tokenizer.pad_token_id)
@@ -267,10 +263,6 @@ def generate_in_batches(
     A batch is yielded as a whole. If a stop kept only its short responses, the long ones would be
     drawn again with another seed, and responses would be too short on average.
     """
-    name = type(model).__name__
-    if first_time(name):
-        say(f"{name} needs a cache of its own: plain generate, in batches")
-    generate(model, prompts[:1], config, custom_generate=check_processors)
     stops, processors = set(config.eos_token_id), LogitsProcessorList([refuse_nan])
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]

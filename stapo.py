@@ -970,7 +970,7 @@ def train(cfg: Config) -> None:
                     raise InputError(f"step {number}: three updates in a row were not finite")
             line = {"step": number, "lr": lr} | step_metrics(step, cfg.tau_p)
             run.end_step(line, step.samples[: cfg.log_samples])
-            progress.report_step(line, step.samples[0], cfg.steps, run.lines(), not cfg.reward)
+            progress.report_step(line, step.samples[0], cfg.steps, boxes=not cfg.reward)
             if run.save_is_due():
                 run.save(policy.model, optimizer, task.tokenizer)
             stop.leave_if_asked()

@@ -58,7 +58,7 @@ def update_bytes(shape: Shape, gpus: int, micro_tokens: int) -> float:
     gathered = 2 * (whole - shape.layers * layer)  # embedding and head in bfloat16
     inputs = 2 * shape.layers * shape.hidden * micro_tokens  # checkpointing keeps them
     # the head's gradient and, beside it, a chunk of logits; the last states and their gradient
-    chunk = max(6 * HEAD_CHUNKS["cuda"].gradient, 2 * shape.hidden)
+    chunk = max(6 * HEAD_CHUNKS["cuda"][2], 2 * shape.hidden)
     head = WORDS * (4 * shape.hidden + chunk) + 4 * micro_tokens * shape.hidden
     # What a layer saves for its backward, for each token: norms, queries, keys, values, MLP. Two
     # layers gathered; one layer's gradient in bfloat16 and, to be reduced, in float32.

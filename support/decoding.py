@@ -20,7 +20,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedConfig,
     StoppingCriteriaList,
 )
 from transformers import PreTrainedModel as Model
@@ -32,8 +31,6 @@ from support.seeds import uniform
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
 CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
-
-# -------------------------------------------------------------------------------------- the cache
 
 
 class SlotCache(Cache):
@@ -109,9 +106,6 @@ def rounded_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-# --------------------------------------------------------------------------------------- the loop
-
-
 @dataclass
 class Row:
     """A prompt and its response so far."""
@@ -140,10 +134,11 @@ def decoding_loop(
     """Decode left-padded prompts (N, P) long, `slots` of them at a time; `generate` calls it.
 
     Every few tokens it yields {index of the prompt: ids of its response, stop id included} for the
-    responses that have ended, often an empty dict. Raises RuntimeError as check_processors does,
-    and InputError if logits are NaN.
+    responses that have ended, often an empty dict. Raises InputError if logits are NaN.
     """
-    check_processors(logits_processor=logits_processor, generation_config=generation_config)
+    # Any other processor would change the distribution that responses are drawn from.
+    processors = {type(processor).__name__ for processor in logits_processor}
+    assert processors <= {"TemperatureLogitsWarper", "TopPLogitsWarper"}, processors
     # The mask is None if nothing is padded. `generate` sees the mask only if it is no parameter.
     mask = inputs.pop("attention_mask")
     starts = [0] * len(prompts) if mask is None else (mask == 0).sum(1).tolist()
@@ -235,27 +230,7 @@ def decode(
     return torch.cat(tokens, 1)
 
 
-# ----------------------------------------------------------------------------- the draw of a token
-
 NAN_LOGITS = "--model: its logits are NaN while sampling; look for weights that are not finite"
-
-
-def check_processors(
-    *_args: Any,
-    logits_processor: LogitsProcessorList,
-    generation_config: GenerationConfig,
-    **_inputs: Any,
-) -> None:
-    """Raise RuntimeError if `generate` has a logits processor that the config does not ask for.
-
-    Such a processor would change the distribution that responses are drawn from.
-    """
-    used = {type(processor).__name__ for processor in logits_processor}
-    temperature, top_p = generation_config.temperature, generation_config.top_p
-    wanted = {"TemperatureLogitsWarper"} if temperature not in (None, 1) else set()
-    wanted |= {"TopPLogitsWarper"} if top_p not in (None, 1) else set()
-    if used != wanted:
-        raise RuntimeError(f"generate would apply {sorted(used)}, not {sorted(wanted)}")
 
 
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
@@ -279,9 +254,6 @@ def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     return ids[: next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 
-# -------------------------------------------------------------------------------- memory of a GPU
-
-
 def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> int:
     """batch_size, or on CUDA as many rows of `length` tokens as fit in 80 % of the free memory.
 
@@ -290,23 +262,16 @@ def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> i
     """
     if model.device.type != "cuda":
         return batch_size
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
-    per_row = bytes_per_row(config, length, itemsize, top_p)
-    return max(1, min(batch_size, int(0.8 * free / per_row)))
-
-
-def bytes_per_row(config: PreTrainedConfig, length: int, itemsize: int, top_p: float = 1.0) -> int:
-    """Bytes of a row on a GPU: keys and values of `length` tokens, and the draw of its next token.
-
-    itemsize: bytes of a key's or a value's number.
-    """
+    config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * itemsize
+    # For each token: its keys and values.
+    per_token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     # For each id of the vocabulary: logits, logits divided by the temperature (4 bytes each), the
     # softmax and its cumulative sum (8 each), 24 bytes. Top-p sorts before the softmax: both logits
     # (4 each), sorted values and indices (4 and 8), CUDA's buffers (32), 52 bytes.
     per_id = 24 if top_p == 1 else 52
-    return per_token * rounded_up(length, 8) + per_id * config.vocab_size
+    per_row = per_token * rounded_up(length, 8) + per_id * config.vocab_size
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    return max(1, min(batch_size, int(0.8 * free / per_row)))

@@ -25,8 +25,6 @@ from transformers import PreTrainedModel as Model
 from support.errors import InputError
 from support.models import empty_model
 
-# ------------------------------------------------------------------------------------------ ranks
-
 # How long a collective may take. FSDP2's collectives run on NCCL and last milliseconds: after half
 # an hour NCCL's watchdog ends the job. The collectives of this file run on a gloo group whose limit
 # is never reached, because a rank waits in them for another's rollout, download or checkpoint.
@@ -98,18 +96,15 @@ def end_process(program: str, error: BaseException) -> NoReturn:
     The process group is not destroyed. Destroying an NCCL group waits for the other ranks, which
     wait for this rank: the job would hang.
     """
-    code = 1
-    if isinstance(error, SystemExit):  # the parser or a stop has said why
-        code = error.code if isinstance(error.code, int) else 1
-    elif isinstance(error, InputError):
+    if isinstance(error, InputError):
         # Rank 0 prints an error first that it may have, too.
         time.sleep(2 if rank() > 0 else 0)
         print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
-    else:
+    elif not isinstance(error, SystemExit):  # the parser or a stop has said why
         print(f"{program}: rank {rank()} has failed", file=sys.stderr)
         traceback.print_exception(error)
     drop_unread_output()
-    os._exit(code)
+    os._exit(error.code if isinstance(error, SystemExit) else 1)
 
 
 def drop_unread_output() -> None:
@@ -199,9 +194,6 @@ def even_out(batches: list[list[int]]) -> list[list[int]]:
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier(group=patient)
-
-
-# --------------------------------------------------------------------------------------- sharding
 
 
 def shard(policy: torch.nn.Module) -> None:

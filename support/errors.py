@@ -7,8 +7,3 @@ class InputError(ValueError):
 
 class RewardError(InputError):
     """A reward of your own cannot be used. The message identifies it and says why."""
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's class if it has no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -46,17 +46,3 @@ def fingerprint(value: Any) -> str:
     """Hash a value: 16 hexadecimal digits of the SHA-256 of its JSON."""
     text = json.dumps(value, sort_keys=True, default=str)  # str: for dates and bytes
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def file_fingerprint(file: Path) -> str:
-    """Hash a large file by its size and 4 KiB at each of a thousand positions.
-
-    A part is enough: training changes nearly every weight, and an adapter changes whole matrices.
-    """
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as content:
-        for part in range(1000):
-            content.seek(part * size // 1000)
-            digest.update(content.read(4096))
-    return digest.hexdigest()[:16]

@@ -20,19 +20,11 @@ class TokenStats(NamedTuple):
     entropy: torch.Tensor | None  # H in nats, of the distribution that y was drawn from
 
 
-class HeadChunks(NamedTuple):
-    """How many tokens the output head works on at a time.
-
-    Large chunks launch fewer kernels, which matters on a GPU. The logits of small chunks stay in a
-    CPU's caches.
-    """
-
-    logits: int  # forward: so many tokens' logits exist at once
-    softmax: int  # forward: so many tokens' softmax exists at once
-    gradient: int  # backward: each chunk reads and writes the whole gradient of the weight
-
-
-HEAD_CHUNKS = {"cpu": HeadChunks(256, 32, 256), "cuda": HeadChunks(384, 128, 1536)}
+# The number of tokens whose logits exist at once in the forward, whose softmax exists at once, and
+# whose logits exist at once in the backward. Large chunks launch fewer kernels, which matters on a
+# GPU. There each chunk of the backward reads and writes the whole gradient of the weight. The
+# logits of small chunks stay in a CPU's caches.
+HEAD_CHUNKS = {"cpu": (256, 32, 256), "cuda": (384, 128, 1536)}
 
 
 class HeadStats(torch.autograd.Function):
@@ -51,14 +43,14 @@ class HeadStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, logp_only):
-        sizes = HEAD_CHUNKS[hidden.device.type]
+        chunk, part, ctx.chunk = HEAD_CHUNKS[hidden.device.type]
         empty = hidden.new_empty(len(targets), dtype=torch.float32)
         logp, entropy, lse = (torch.empty_like(empty) for _ in range(3))
-        for i in range(0, len(targets), sizes.logits):
-            logits = float32_logits(hidden[i : i + sizes.logits], weight)  # (C, V) float32
+        for i in range(0, len(targets), chunk):
+            logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
             # few rows at a time: pi is then a small second buffer beside the logits
-            for j, block in enumerate(logits.split(sizes.softmax)):
-                rows = slice(i + j * sizes.softmax, i + j * sizes.softmax + len(block))
+            for j, block in enumerate(logits.split(part)):
+                rows = slice(i + j * part, i + j * part + len(block))
                 lse[rows] = block.logsumexp(-1)
                 chosen = block.gather(1, targets[rows, None]).squeeze(1)
                 logp[rows] = chosen - lse[rows]
@@ -69,7 +61,6 @@ class HeadStats(torch.autograd.Function):
                     del probs
             del logits, block  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunk = sizes.gradient
         ctx.set_materialize_grads(False)  # the gradient of an output that is not used is None
         return logp, None if logp_only else entropy
 

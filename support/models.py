@@ -6,6 +6,7 @@
 3. Which weights a name stands for: `weights_of`.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,10 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
-from support.errors import InputError, first_line
-from support.files import file_fingerprint, fingerprint
+from support.errors import InputError
+from support.files import fingerprint
 from support.head import float32_logits, use_float32_head
 from support.norms import fuse_norms
-
-# ---------------------------------------------------------------------------------------- reading
 
 
 def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
@@ -27,7 +26,8 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        hint = f"give a Hub id or a folder ({first_line(error)})"
+        reason = str(error).partition("\n")[0]
+        hint = f"give a Hub id or a folder ({reason})"
         raise InputError(f"{name}: no {what} there, {hint}") from error
 
 
@@ -44,10 +44,10 @@ def load_model(
     return prepared(model).to(device).eval()
 
 
-def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Model:
-    """The same model on "meta", without memory for its weights."""
+def empty_model(config: PreTrainedConfig) -> Model:
+    """The same model in float32 on "meta", without memory for its weights."""
     with torch.device("meta"):
-        return prepared(AutoModelForCausalLM.from_config(config, dtype=dtype))
+        return prepared(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def prepared(model: Model) -> Model:
@@ -72,9 +72,6 @@ def load_config(name: str) -> PreTrainedConfig:
             if "drop" in key or "jitter" in key:
                 setattr(part, key, 0.0)
     return config
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 def check_positions(name: str, model: Model) -> None:
@@ -133,9 +130,6 @@ def check_head(model: Model) -> None:
         )
 
 
-# ----------------------------------------------------------------- which weights a name stands for
-
-
 def weights_of(name: str) -> str:
     """Identify a model's files: other weights under the same name give another text.
 
@@ -144,7 +138,10 @@ def weights_of(name: str) -> str:
     """
     load_config(name)  # puts it into the cache; raises InputError
     if Path(name).is_dir():
-        files = sorted(file for file in Path(name).iterdir() if file.is_file())
-        return fingerprint([[file.name, file_fingerprint(file)] for file in files])
+        digests = {}
+        for file in filter(Path.is_file, Path(name).iterdir()):
+            with file.open("rb") as content:
+                digests[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
+        return fingerprint(digests)
     cached = try_to_load_from_cache(name, "config.json")
     return f"{name}, commit {Path(cached).parent.name}" if isinstance(cached, str) else name

@@ -1,13 +1,12 @@
 """Problems and their right answers, from the Hub or a file, in the layouts of usual data sets."""
 
-import contextlib
+import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from support.errors import InputError
-from support.progress import bar, say
+from support.progress import say
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
@@ -43,13 +42,15 @@ def load_problems(
     refuse_mixed_types(source, rows)
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer = 0
-    for number, row in enumerate(each_row(rows, f"reading {source}"), start=1):
+    # By the thousand, which is far faster than row by row.
+    chunks = (zip(*chunk.values()) for chunk in rows.iter(1000))  # chunk: {column: values}
+    for number, values in enumerate(itertools.chain.from_iterable(chunks), start=1):
+        row = dict(zip(rows.column_names, values))
         problem, answer = read_row(row)
-        if not problem:
-            what = "problem that is text, or a chat of user and assistant alone"
-            raise InputError(f"{source}: row {number} has no {what}; {columns}")
+        what = "" if problem else "problem that is text, or a chat of user and assistant alone"
         if answer is None and not whole_rows:
-            what = "answer that is text, a number below 2^53 or a flat list of these"
+            what = what or "answer that is text, a number below 2^53 or a flat list of these"
+        if what:
             raise InputError(f"{source}: row {number} has no {what}; {columns}")
         if answer or whole_rows:
             own = {"row": row} if whole_rows else {}
@@ -80,9 +81,9 @@ def load_rows(source: str, split: str) -> Any:
         version = f"{file.stat().st_size}-{file.stat().st_ctime_ns}"
         return datasets.load_dataset(builder, version, data_files=source, split="train")
     except Exception as error:  # datasets raises a dozen unrelated kinds
-        # Only the cause says where a file cannot be parsed. Line 2 lists the configs of a Hub set.
+        # Only the cause says where a file cannot be parsed.
         cause = error.__cause__ if builder and error.__cause__ else error
-        reason = " ".join(str(cause).splitlines()[:2])
+        reason = " ".join(str(cause).split())
         hint = "give a Hub id, or a .jsonl, .json or .parquet file"
         raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
 
@@ -98,15 +99,6 @@ def refuse_mixed_types(source: str, rows: Any) -> None:
             if kinds:
                 what = f"column {name} has values of several types; write all of them as text"
                 raise InputError(f"{source}: {what}")
-
-
-def each_row(rows: Any, name: str) -> Iterator[dict]:
-    """The rows of a datasets.Dataset as dicts, with a bar; by the thousand, which is far faster."""
-    with contextlib.closing(bar(len(rows), name)) as shown:
-        for batch in rows.iter(1000):  # {column: values}
-            for values in zip(*batch.values()):
-                yield dict(zip(batch, values))
-                shown.update()
 
 
 def read_row(row: dict) -> tuple[str, str | None]:

@@ -7,9 +7,7 @@ more than a minute then prints a line each minute. Only rank 0 prints.
 import contextlib
 import os
 import platform
-import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -53,35 +51,29 @@ def track(items: list, name: str) -> Iterator:
 
 
 def report_environment(weights: str) -> None:
-    """Print the versions and the devices of all ranks; weights: their type on a GPU.
-
-    Every rank must call this.
-    """
+    """Print the versions, and the number of ranks and their device; weights: the type on a GPU."""
     name, types = f"CPU (threads: {torch.get_num_threads()})", "float32 weights and computation"
     if distributed.device().type == "cuda":
         name, types = torch.cuda.get_device_name(), f"{weights} weights, computation in bfloat16"
-    names = Counter(distributed.all_list(name))
-    devices = ", ".join(f"{count} x {name}" for name, count in names.items())
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    log(f"Python {platform.python_version()}, {versions}; {devices}: {types}")
+    device = f"{distributed.world_size()} x {name}"
+    log(f"Python {platform.python_version()}, {versions}; {device}: {types}")
     for line in outside_the_bounds():
         log(line)
 
 
-def report_step(line: dict, sample: dict, total: int, lines: list[dict], boxes: bool) -> None:
+def report_step(line: dict, sample: dict, total: int, boxes: bool) -> None:
     """Print a few metrics of a step and the time left, and in some steps a response.
 
-    line: the step's metrics; sample: a row of samples.jsonl; total: the steps of the run; lines:
-    metrics.jsonl so far, with this step; boxes: whether the reward reads the answer in a box. Only
-    rank 0 needs lines.
+    line: the step's metrics; sample: a row of samples.jsonl; total: the steps of the run; boxes:
+    whether the reward reads the answer in a box. The time left is that of steps like this one,
+    without checkpoints and evaluations.
     """
     step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
     text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
     text += f"entropy {line['entropy']:.3f}, silenced {line['silenced_fraction']:.3%}"
-    text += f", {seconds:.1f} s"
-    if lines and step < total:
-        text += f", about {time_left(lines, total - step)} left"
-    log(f"step {step} of {total}: {text}")
+    left = tqdm.format_interval(seconds * (total - step))
+    log(f"step {step} of {total}: {text}, {seconds:.1f} s, about {left} left")
     # Steps 1, 2, 4, 8, ... and the last: a model changes most at the start of a run.
     if step & (step - 1) == 0 or step == total:
         say(response_in_words(sample, step))
@@ -94,44 +86,28 @@ def report_step(line: dict, sample: dict, total: int, lines: list[dict], boxes: 
         log(f"step {step}: {line['skipped_updates']} updates were not finite, and were skipped")
 
 
-def time_left(lines: list[dict], steps: int) -> str:
-    """Estimate how long `steps` more steps take, from the median of the last ten: "1:02:03".
-
-    lines: metrics.jsonl so far. A step's time is its rollout and its updates. Checkpoints and
-    evaluations are not in the estimate.
-    """
-    lines = [line for line in lines if "rollout_seconds" in line][-10:]  # steps, not evaluations
-    each = statistics.median(line["rollout_seconds"] + line["update_seconds"] for line in lines)
-    return tqdm.format_interval(steps * each)
-
-
 def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) -> None:
     """Print what a run did and what to do next; lines: metrics.jsonl.
 
     unevaluated: whether an evaluation is due after the last step and was not finished.
     """
-    for line in lines:
-        if line.get("eval"):
-            say(scores_in_words(line["step"], line["eval"]))
     lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
-    if not lines:
-        say(f"no step is whole yet; begin again with: python stapo.py --resume {folder}")
-        return
-    first, last = lines[0], lines[-1]
-    text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
-    text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
-    say(f"{text}(steps {first['step']} and {last['step']})")
-    if last["step"] < total or unevaluated:
+    if lines:
+        first, last = lines[0], lines[-1]
+        text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
+        text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
+        say(f"{text}(steps {first['step']} and {last['step']})")
+    if len(lines) < total or unevaluated:
         again = f"continue with: python stapo.py --resume {folder}"
-        say(f"stopped after step {last['step']} of {total}; {again}")
+        say(f"stopped after step {len(lines)} of {total}; {again}")
     say(f"the run is in {folder}; its curves: python scripts/figures.py {folder}")
     say(f"its right answers, token by token: python scripts/tokens.py {folder}")
 
 
 def check_sampler(line: dict) -> None:
-    """Warn once if a step's metrics say that the sampler draws from another policy."""
+    """Warn if a step's metrics say that the sampler draws from another policy."""
     gap, z = line["sampling_gap"], line["sampling_z"]
-    if abs(z) > 6 and abs(gap) > 0.005 and first_time("sampling"):
+    if abs(z) > 6 and abs(gap) > 0.005:
         log(
             f"step {line['step']}: the sampler does not draw from the policy that is trained: "
             f"-ln p of the tokens is {gap:+.4f} nats from the entropy on average (z = {z:+.1f}). "
@@ -160,32 +136,20 @@ def response_in_words(sample: dict, step: int) -> str:
     return f"--- step {step}, {verdict}: {sample['problem']}\n{text}"
 
 
-def say(text: str) -> None:
-    """Print on stdout, above any bar, on rank 0 only."""
-    write(text, sys.stdout)
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print on stdout or another stream, above any bar, on rank 0 only.
 
-
-def log(text: str) -> None:
-    """Print on stderr, above any bar, on rank 0 only."""
-    write(text, sys.stderr)
-
-
-def write(text: str, stream: TextIO) -> None:
-    """Print a line on rank 0. A closed pipe or a lost terminal does not end the run."""
+    A closed pipe or a lost terminal does not end the run.
+    """
     if rank() == 0:
         with contextlib.suppress(OSError):
             tqdm.write(text, file=stream)
-            stream.flush()
+            (stream or sys.stdout).flush()
 
 
-said: set[str] = set()
-
-
-def first_time(what: str) -> bool:
-    """Whether this process calls this for the first time with this text: for a message once."""
-    known = what in said
-    said.add(what)
-    return not known
+def log(text: str) -> None:
+    """Print on stderr."""
+    say(text, sys.stderr)
 
 
 def quiet_libraries() -> None:

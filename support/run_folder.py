@@ -53,8 +53,7 @@ def claim(folder: Path) -> None:
         global lock_file
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = file.open("a", encoding="utf-8")  # closes an earlier one
-        try:
-            # A process that is forked from this one and outlives it does not keep this lock.
+        try:  # lockf: a process that is forked from this one and outlives it does not keep the lock
             fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             what = "another process works in this directory; wait for its end"
@@ -102,15 +101,15 @@ class RunFolder:
                 hint = f"continue a run with --resume {self.path}, or name an empty directory"
                 raise InputError(f"--output {self.path}: holds {files[0]}; {hint}")
             return None
-        saved = checkpoints(self.path)
-        if not saved and any(line["step"] for line in self.lines()):
-            # Step 0 is the evaluation before the first step.
-            what = f"--resume {self.path}: holds no checkpoint"
-            raise InputError(f"{what}; start anew in another --output")
-        if saved and not (saved[-1] / "trainer").is_dir():
-            what = f"--resume {self.path}: {saved[-1].name} has no trainer/ with AdamW's moments"
-            raise InputError(f"{what}; it cannot be resumed, but it works as --model {saved[-1]}")
-        return saved[-1] if saved else None
+        newest = next(reversed(checkpoints(self.path)), None)
+        what = f"--resume {self.path}: "
+        # Step 0 is the evaluation before the first step.
+        if newest is None and any(line["step"] for line in self.lines()):
+            raise InputError(f"{what}holds no checkpoint; start anew in another --output")
+        if newest and not (newest / "trainer").is_dir():
+            what += f"{newest.name} has no trainer/ with AdamW's moments"
+            raise InputError(f"{what}; it cannot be resumed, but it works as --model {newest}")
+        return newest
 
     def begin(self, more: dict[str, Any]) -> None:
         """Write config.json, and remove records of steps after the checkpoint: they come again.
@@ -204,9 +203,6 @@ def cut_back(file: Path, step: int) -> None:
     """Keep the rows of a .jsonl file up to a step. A line that a crash tore is removed, too."""
     kept = [line.decode() + "\n" for line, row in read_lines(file) if row["step"] <= step]
     write_whole(file, "".join(kept))
-
-
-# ------------------------------------------------------------------------------------ checkpoints
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -332,21 +333,21 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     flags, whole = evaluated
     log = read_rows(whole / "metrics.jsonl")
     assert [line["step"] for line in log] == [0, 1, 1] and set(log[0]) == {"step", "eval"}
-    first, score = f"{log[0]['eval']['six']['mean']:.1f} ± ", log[2]["eval"]["six"]
+    score = log[2]["eval"]["six"]
     assert (score["problems"], score["samples"]) == (6, 2) and set(log[2]) == {"step", "eval"}
     run(tmp_path / "run", "--steps 1 --rollout_batch_size 4")
     assert lines(tmp_path / "run") == lines(whole)[1:2]
-    capsys.readouterr()
     stapo.main(["--resume", str(whole)])  # nothing is left to do
-    said = [text for text in capsys.readouterr().out.split("\n") if text.startswith("evaluation")]
-    assert len(said) == 2 and f"after step 0, in percent ± standard error: six {first}" in said[0]
-    assert f"six {score['mean']:.1f} ± {score['standard_error']:.1f} (6 problems)" in said[1]
     assert read_rows(whole / "metrics.jsonl") == log
     output = shutil.copytree(whole, tmp_path / "first")  # the one before step 1 needs no checkpoint
     shutil.rmtree(output / "checkpoints")
     (output / "metrics.jsonl").write_text(json.dumps(log[0]) + "\n")
+    capsys.readouterr()
     stapo.main(["--resume", str(output)])
     assert lines(output) == lines(whole)
+    said = f"six {score['mean']:.1f} ± {score['standard_error']:.1f} (6 problems)"
+    said = f"evaluation after step 1, in percent ± standard error: {said}\n"
+    assert said in capsys.readouterr().err
 
 
 def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monkeypatch):
@@ -459,7 +460,9 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     out, said = capsys.readouterr()
     first, *steps = said.split("\n")
     assert f"transformers {versions.installed()['transformers']}; 1 x CPU (threads: 1)" in first
-    assert [line.split(":")[0] for line in steps] == ["step 1 of 2", "step 2 of 2", ""]
+    for step, line in enumerate(steps[:-1], start=1):
+        assert re.fullmatch(rf"step {step} of 2: .* s, about \d\d:\d\d left", line)
+    assert len(steps) == 3 and steps[-1] == ""
     assert "\r" not in said and "--- step 1, " in out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["versions"] == versions.installed() and set(config["versions"]) == {
@@ -474,14 +477,23 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     assert [line.split(" after ")[0] for line in said] == ["scoring: 6 of 15", "scoring: 12 of 15"]
 
 
+@pytest.mark.parametrize(("equal", "hint"), [(1.0, True), (0.25, False)])
+def test_an_answer_is_shown_if_no_response_is_right(capsys, equal, hint):
+    """A reward of penalties alone has accuracy 0, too. It trains, because rewards differ."""
+    sample = {"problem": "1+1", "gold": "2", "response": "?", "reward": -0.3}
+    line = dict.fromkeys("accuracy entropy silenced_fraction skipped_updates".split(), 0.0)
+    line |= dict.fromkeys("sampling_z sampling_gap rollout_seconds update_seconds".split(), 0.0)
+    line |= {"step": 1, "response_length": 9.0, "zero_advantage_fraction": equal}
+    progress.report_step(line, sample, total=6, boxes=True)
+    assert ("no response is right" in capsys.readouterr().err) == hint
+
+
 @pytest.mark.parametrize(
     "gap, z, warned", [(0.01, -9, 1), (-0.01, 9, 1), (0.01, 3, 0), (0.001, 9, 0)]
 )
-def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, monkeypatch, capsys):
+def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, capsys):
     """Few tokens move the gap, and very many the z."""
-    monkeypatch.setattr(progress, "said", set())
-    for step in (1, 2):
-        progress.check_sampler({"step": step, "sampling_gap": gap, "sampling_z": z})
+    progress.check_sampler({"step": 1, "sampling_gap": gap, "sampling_z": z})
     assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
 
 

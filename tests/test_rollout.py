@@ -47,7 +47,7 @@ ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
 def test_head_in_chunks_is_the_head(tokens, chunks, dtype, device, monkeypatch):
     """Values and gradients; None: the sizes that suit the device."""
     if chunks:
-        monkeypatch.setitem(head.HEAD_CHUNKS, device, head.HeadChunks(*chunks))
+        monkeypatch.setitem(head.HEAD_CHUNKS, device, chunks)
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, 24, generator=g).to(device, dtype).requires_grad_()
     weight = torch.randn(311, 24, generator=g).to(device, dtype).requires_grad_()
