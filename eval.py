@@ -493,8 +493,6 @@ def run(cfg: EvalConfig) -> None:
     claim(folder)
     weights = distributed.on_rank_0(lambda: weights_of(cfg.model))
     model, tokenizer = load(cfg.model, cfg.chat_template)
-    if not tokenizer.chat_template:
-        progress.say(f"{cfg.model} has no chat template: problems go in as plain text")
     problems = problems_by_key(suite, decodings, tokenizer, cfg, weights)
     journal = Journal(folder / "samples.jsonl")
     stop.listen()
@@ -522,7 +520,7 @@ def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
         cfg = parse_flags(EvalConfig, __doc__.split("\n")[0], argv)
         progress.quiet_libraries()
-        progress.report_environment(weights="bfloat16")
+        progress.report_environment()
         try:
             run(cfg)
         except Stopped:

@@ -148,19 +148,19 @@ def clipped_loss(
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token. old_logp (B, T) float32:
     ln pi_old of the same tokens; it never receives a gradient. advantages (B,) float32. keep (B, T)
-    bool is the paper's I. If I is 1 on every response token, this is the objective of DAPO and
-    JustRL (Sec. 2.3).
+    bool is the paper's I; a float keep weights each token. If I is 1 on every response token, this
+    is the objective of DAPO and JustRL (Sec. 2.3).
     denominator is sum I; None takes the kept tokens of this call. (20-Entropy divides by all
     tokens, the dropped ones included.) A micro-batch needs the denominator of its whole mini-batch.
     FSDP averages gradients over ranks: pass that of all ranks, divided by the world size.
     """
-    check_shapes(advantages, keep, logp, old_logp)
+    check_shapes(advantages, keep > 0 if keep.is_floating_point() else keep, logp, old_logp)
     log_rho = logp - old_logp.detach()  # (B, T)
-    log_rho = log_rho.masked_fill(~keep, 0.0)  # masked first: exp can overflow
+    log_rho = log_rho.masked_fill(keep == 0, 0.0)  # masked first: exp can overflow
     rho = log_rho.exp()  # (B, T)
     A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
     J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term
-    J_it = J_it.masked_fill(~keep, 0.0)  # (B, T): times I
+    J_it = (keep * J_it).masked_fill(keep == 0, 0.0)  # (B, T): times I
     if denominator is None:
         denominator = keep.sum().clamp(min=1)
     return -J_it.sum() / denominator
@@ -337,14 +337,14 @@ def update(
     method: Method,
     cfg: Config,
 ) -> dict[str, float]:
-    """Take one optimiser step on a mini-batch, over the tokens in keep (B, L) bool.
+    """Take one optimiser step on a mini-batch, over the tokens in keep (B, L).
 
     stats: ln p and H that `keep` was chosen from. Without a KL term, responses with A = 0 have no
     gradient: they are not forwarded, but they stay in the denominator. If anything is not finite,
     there is no step. Returns numbers over all ranks: `loss`, ratio_sums, `grad_norm` before
     clipping, and `finite`, which says whether there was a step.
     """
-    keep = keep & batch.mask  # a mask of your own may be True outside responses
+    keep = keep * batch.mask  # a mask of your own may be True outside responses
     not_finite = batch.mask & ~(stats.logp.isfinite() & stats.entropy.isfinite())  # (B, L)
     sums = {"denominator": method.denominator(batch, keep), "not_finite": not_finite.sum()}
     sums = all_sum(sums)
@@ -495,7 +495,7 @@ class Method(NamedTuple):
 class Choice(NamedTuple):
     """A method's decision for a mini-batch (this rank's rows): which tokens are kept."""
 
-    keep: torch.Tensor  # (B, L) bool: the tokens that the objective is over, the paper's I
+    keep: torch.Tensor  # (B, L): the paper's I, bool, or a weight for each token, float
     candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
 
 
@@ -736,7 +736,7 @@ def update_metrics(
     for batch, choice in zip(mini_batches, choices, strict=True):
         candidates = batch.mask & choice.candidates  # (B, L)
         counts["candidates"] += int(candidates.sum())
-        counts["silenced"] += int((candidates & ~choice.keep).sum())
+        counts["silenced"] += int((candidates & (choice.keep == 0)).sum())
         counts["tokens"] += int(batch.mask.sum())
     counts = all_sum(counts)
     for sums in updates:
@@ -990,7 +990,7 @@ def main(argv: list[str] | None = None) -> None:
         cfg = parse_flags(Config, __doc__.split("\n")[0], argv, CHANGEABLE)
         if cfg.threads > 0:
             torch.set_num_threads(cfg.threads)
-        progress.report_environment(weights="float32")
+        progress.report_environment()
         train(cfg)
 
 

@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
         progress.quiet_libraries()
         cfg = parse(argv)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
-        progress.report_environment(weights="float32")
+        progress.report_environment()
         run(cfg)
 
 

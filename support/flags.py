@@ -50,21 +50,19 @@ def parse_flags(
     run, and if a given flag that is not in `changeable` differs from that file. Rank 0 reads the
     flags for all ranks.
     """
-    return on_rank_0(lambda: read_flags(config, description, argv, changeable))
 
+    def read() -> Any:
+        given = Parser(config, description).given(argv)
+        if not given.get("resume"):
+            return config(**given)
+        stored = asdict(config(**flags_of_run(config, Path(given["resume"]))))
+        for name in sorted(given.keys() - changeable - {"resume"}):
+            if given[name] != stored[name]:
+                began = f"{given['resume']} began with --{name} {stored[name]}"
+                raise InputError(f"--{name} {given[name]}: {began}, and --resume keeps it")
+        return config(**stored | given | {"output": str(Path(given["resume"]))})
 
-def read_flags(
-    config: type, description: str, argv: list[str] | None, changeable: frozenset[str]
-) -> Any:
-    given = Parser(config, description).given(argv)
-    if not given.get("resume"):
-        return config(**given)
-    stored = asdict(config(**flags_of_run(config, Path(given["resume"]))))
-    for name in sorted(given.keys() - changeable - {"resume"}):
-        if given[name] != stored[name]:
-            began = f"{given['resume']} began with --{name} {stored[name]}"
-            raise InputError(f"--{name} {given[name]}: {began}, and --resume keeps it")
-    return config(**stored | given | {"output": str(Path(given["resume"]))})
+    return on_rank_0(read)
 
 
 def flags_of_run(config: type, run: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ more than a minute then prints a line each minute. Only rank 0 prints.
 
 import contextlib
 import os
-import platform
 import sys
 from collections.abc import Iterator
 from typing import TextIO
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from support import distributed
 from support.distributed import rank
-from support.versions import outside_the_bounds
+from support.versions import installed, outside_the_bounds
 
 
 class LogFile:
@@ -50,14 +49,13 @@ def track(items: list, name: str) -> Iterator:
             shown.update()
 
 
-def report_environment(weights: str) -> None:
-    """Print the versions, and the number of ranks and their device; weights: the type on a GPU."""
-    name, types = f"CPU (threads: {torch.get_num_threads()})", "float32 weights and computation"
+def report_environment() -> None:
+    """Print the number of ranks and their device, and the versions of the packages."""
+    device = f"CPU (threads: {torch.get_num_threads()})"
     if distributed.device().type == "cuda":
-        name, types = torch.cuda.get_device_name(), f"{weights} weights, computation in bfloat16"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    device = f"{distributed.world_size()} x {name}"
-    log(f"Python {platform.python_version()}, {versions}; {device}: {types}")
+        device = torch.cuda.get_device_name()
+    versions = ", ".join(f"{name} {version}" for name, version in installed().items())
+    log(f"{distributed.world_size()} x {device}; {versions}")
     for line in outside_the_bounds():
         log(line)
 

@@ -459,7 +459,8 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     run(tmp_path / "run")
     out, said = capsys.readouterr()
     first, *steps = said.split("\n")
-    assert f"transformers {versions.installed()['transformers']}; 1 x CPU (threads: 1)" in first
+    assert first.startswith("1 x CPU (threads: 1); torch ")
+    assert f"transformers {versions.installed()['transformers']}, " in first
     for step, line in enumerate(steps[:-1], start=1):
         assert re.fullmatch(rf"step {step} of 2: .* s, about \d\d:\d\d left", line)
     assert len(steps) == 3 and steps[-1] == ""
