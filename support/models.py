@@ -1,10 +1,4 @@
-"""Models: they are read from the Hub or a folder, prepared, and refused if a run would be wrong.
-
-1. Reading: `load_model`, `load_config`. `empty_model` makes a model without its weights. `prepared`
-   puts this project's norms and output head into both.
-2. What is refused: `check_positions`, `check_length`, `check_vocabulary`, `check_head`.
-3. Which weights a name stands for: `weights_of`.
-"""
+"""Models: they are read from the Hub or a folder, prepared, and refused if a run would be wrong."""
 
 import hashlib
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""The directory of a run: its lock, its records and its checkpoints.
-
-1. `claim` locks a directory.
-2. `RunFolder` writes records and decides when to save.
-3. Checkpoints: a model that any program loads, and the optimiser's state beside it.
-"""
+"""The directory of a run: its lock, its records and its checkpoints."""
 
 import fcntl
 import json
