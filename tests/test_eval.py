@@ -8,55 +8,29 @@ import random
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
 from helpers import BENCHMARKS, TINY, read_rows, write_rows
 from ranks import launch
-from transformers import PreTrainedConfig
 
 import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response
-from support import distributed, journal, models
+from support import journal
 
 RESULTS = {".lock", "samples.jsonl", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
-class Letters:
-    """A tokenizer whose ids are code points, so that a fake model can read its prompts.
-
-    That of the verifier org/J has a template of its own.
-    """
-
-    eos_token_id = None
-    added_tokens_decoder = {
-        90: SimpleNamespace(content="<|end|>", special=True),
-        91: SimpleNamespace(content="<think>", special=False),
-    }
-
-    def __init__(self, name: str, template: str = ""):
-        self.chat_template = Path(template).read_text() if template else name == "org/J"
-
-    def apply_chat_template(self, turns: list[dict], enable_thinking=True, **_) -> str:
-        return turns[0]["content"] + ("\n" if enable_thinking else "\nno thinking")
-
-    def __call__(self, text: str, **_) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
-
-
-class Named(str):
-    """A model of which there is a name, and 64 positions if it is `short`."""
-
-    name_or_path = property(str)
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        return PreTrainedConfig(**{"max_position_embeddings": 64} if self == "short" else {})
+def copy_model(folder: Path, trained: bool = False) -> Path:
+    """A folder with the tiny model, or with a model that has another weight."""
+    shutil.copytree(TINY, folder)
+    file = folder / "model.safetensors"
+    if trained:
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    return folder
 
 
 class Scripted:
@@ -70,18 +44,15 @@ class Scripted:
         self.script, self.before = script, {}
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
-        monkeypatch.setattr(evaluation.rollout, "load_tokenizer", Letters)
-        monkeypatch.setattr(models, "load_config", lambda name: None)
-        monkeypatch.setattr(evaluation.rollout, "load_model", lambda name, *_: Named(name))
 
     def __call__(self, model, tokenizer, prompts, *, seed, **options):
         self.decoded.append((options["temperature"], options.get("top_p")))
         for place in sorted(range(len(prompts)), key=lambda place: (place % 3, place)):
             self.before.get(len(self.asked), lambda: None)()
             yield []
-            prompt, noise = "".join(map(chr, prompts[place])), random.Random(seed[place])
-            text, length, truncated = self.script(model, prompt, noise)
-            self.asked.append((model, prompt))
+            name, prompt = Path(model.name_or_path).name, tokenizer.decode(prompts[place])
+            text, length, truncated = self.script(name, prompt, random.Random(seed[place]))
+            self.asked.append((name, prompt))
             yield [(place, Response(prompts[place], [0] * length, truncated, text))]
 
 
@@ -105,7 +76,8 @@ def write_problems(path: Path, count: int, gold: str = "7") -> str:
 
 def evaluate(output: Path, *flags: object) -> None:
     """main() with these flags, on every rank; rank 0 may write its last files after others end."""
-    evaluation.main(["--model", "M", "--output", str(output), *map(str, flags)])
+    own = ["--model", TINY, "--max_new_tokens", 500, "--output", output, *flags]
+    evaluation.main([*map(str, own)])
 
 
 def run(output: Path, *flags: object) -> dict:
@@ -131,9 +103,9 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
     Scripted(monkeypatch, script)
     file = write_problems(tmp_path / "four.jsonl", 4)
     found = run(tmp_path / "out", "--benchmarks", file, "--decoding", "training")
-    assert "M has no chat template: problems go in as plain text\n" in capsys.readouterr().out
+    assert f"{TINY} has no chat template: problems go in as plain text\n" in capsys.readouterr().out
     flags = json.loads((tmp_path / "out" / "scores.json").read_text())["flags"]
-    assert (flags["model"], flags["benchmarks"], flags["seed"]) == ("M", [file], 0)
+    assert (flags["model"], flags["benchmarks"], flags["seed"]) == (str(TINY), [file], 0)
     found = found["training"]["four"]
     assert found["mean"] == pytest.approx((50 + 0 + 100 + 25) / 4)
     # rates 50, 0, 100, 25: squared deviations from 43.75 add up to 5468.75
@@ -183,24 +155,12 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
     means = [[found["mean"] for found in part.values()] for part in scores.values()]
     cells = [f"{first:.2f} ({second:.2f})" for first, second in zip(*means)]
     cells.append(f"{sum(means[0]) / 6:.2f} ({sum(means[1]) / 6:.2f})")
-    assert row == f"| M | training (justrl) | rule | {' | '.join(cells)} |"
+    assert row == f"| {TINY} | training (justrl) | rule | {' | '.join(cells)} |"
     counts = [found["samples"] for found in scores["training"].values()]
     assert counts == [32] * 3 + [4] * 3
 
 
-# ------------------------------------------------------------------------------ long runs survive
-
-
-def damage(path: Path, how: str) -> None:
-    """Leave the file as a crash might."""
-    data = path.read_bytes()
-    amid = data.index(b"\n", len(data) // 2)
-    if how == "torn":
-        path.write_bytes(data[:-9])
-    if how == "zeros amid":
-        path.write_bytes(data[: amid - 40] + bytes(40) + data[amid:])
-    if how == "amid merging":  # the new file is whole, and one of its parts is still there
-        path.with_suffix(".rank3.jsonl").write_bytes(data[: amid + 1])
+# --------------------------------------------------------------------------------- several ranks
 
 
 @pytest.fixture
@@ -211,31 +171,6 @@ def many(tmp_path) -> list:
 
 def run_and_read(output: Path, flags: list) -> tuple[dict, bytes]:
     return run(output, *flags), (output / "samples.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize("how", ["whole", "torn", "zeros amid", "amid merging"])
-def test_stopped_and_continued_equals_uninterrupted(tmp_path, monkeypatch, capfd, many, how):
-    fake, parts = Scripted(monkeypatch, lucky), tmp_path / "parts"
-    scores, whole = run_and_read(tmp_path / "whole", many)
-    assert len(fake.asked) == len(set(whole.splitlines())) == 56 == whole.count("∴".encode())
-    fake.before = {56 + 37: terminate}
-    with pytest.raises(SystemExit) as end:
-        run(parts, *many)
-    assert end.value.code == 130 and len(fake.asked) == 56 + 37, "nothing is sampled after it"
-    assert "the same command continues" in capfd.readouterr().err
-    assert not (parts / "table.md").exists()
-    assert len(read_rows(parts / "samples.jsonl")) == 37, "every response that had ended is kept"
-    damage(parts / "samples.jsonl", how)
-    fake.before = {}
-    assert run_and_read(parts, many) == (scores, whole)
-    sampled = 2 * 56 + (how in ("torn", "zeros amid"))
-    assert len(fake.asked) == sampled
-    assert run_and_read(parts, many) == (scores, whole)
-    assert len(fake.asked) == sampled, "a finished evaluation samples nothing"
-    assert {path.name for path in parts.iterdir()} == RESULTS
-
-
-# --------------------------------------------------------------------------------- several ranks
 
 
 def scripted_rank(output: Path, flags: list, before: dict) -> None:
@@ -271,33 +206,18 @@ def test_what_ends_one_rank_costs_none_of_the_responses(
     assert codes[2] == code and all(codes)
     rows = [row for file in parts.glob("samples*.jsonl") for row in read_rows(file)]
     assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
+    first = (parts / "samples.jsonl").read_bytes()
+    (parts / "samples.rank3.jsonl").write_bytes(first[:-9])  # of a crash amid merging, and torn
+    copy = parts / "samples.rank1.old.jsonl"  # a user's
+    copy.write_bytes(first)
     codes = launch(scripted_rank, ranks_after, tmp_path / "log", parts, many, {})
     assert codes == [0] * ranks_after
-    assert (parts / "samples.jsonl").read_bytes() == whole
-
-
-def merge_late(folder: Path) -> None:
-    """Rank 1 writes a row after rank 0 has asked for a merge."""
-    with distributed.session("eval.py"):
-        rows, rank = evaluation.Journal(folder / "samples.jsonl"), distributed.rank()
-        keys = [evaluation.Key("a", "training", 0, sample, "") for sample in (0, 1)]
-        time.sleep(rank)
-        rows.add(keys[rank], {"response": f"of rank {rank}"})
-        rows.merge()
-        assert [rows.rows[key]["response"] for key in keys] == ["of rank 0", "of rank 1"]
-
-
-def test_a_merge_waits_for_every_rank(tmp_path):
-    assert launch(merge_late, 2, tmp_path / "log", tmp_path) == [0, 0]
+    assert (parts / "samples.jsonl").read_bytes() == whole and copy.read_bytes() == first
+    counts = [int((tmp_path / f"count-{rank}").read_text()) for rank in range(ranks_after)]
+    assert sum(counts) == 56 - len(rows), "no response is sampled twice"
 
 
 # ------------------------------------------------------------------------- what a rerun may change
-
-
-def test_a_users_copy_of_a_ranks_file_is_neither_merged_nor_deleted(tmp_path):
-    copy = tmp_path / "samples.rank1.old.jsonl"
-    write_rows(copy, {"benchmark": "a", "decoding": "training", "problem": 0, "sample": 0})
-    assert journal.Journal(tmp_path / "samples.jsonl").rows == {} and copy.exists()
 
 
 def test_more_samples_and_decodings_join(tmp_path, monkeypatch):
@@ -324,11 +244,6 @@ def test_responses_of_other_flags_problems_or_weights_stay_and_are_not_used(tmp_
     fake, file = Scripted(monkeypatch, lucky), tmp_path / "few.jsonl"
     (tmp_path / "own.jinja").write_text("a template")
     text = Path(write_problems(file, 3)).read_text()
-    folders = [tmp_path / "model", tmp_path / "trained", tmp_path / "copied"]
-    for folder in folders[:2]:
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(os.urandom(99))
-    shutil.copytree(folders[0], folders[2])
     cases = [  # number of responses that are new, flags, file
         (6, [], text),
         (6, ["--seed", 5], text),
@@ -337,7 +252,8 @@ def test_responses_of_other_flags_problems_or_weights_stay_and_are_not_used(tmp_
         (6, ["--chat_template", tmp_path / "own.jinja"], text),
         (2, [], text.replace("problem 1", "problem 11")),
         (6, [], text.replace("7", "9")),
-        *((new, ["--model", folder], text) for new, folder in zip((6, 6, 0), folders)),
+        (0, ["--model", copy_model(tmp_path / "copied")], text),
+        (6, ["--model", copy_model(tmp_path / "trained", trained=True)], text),
     ]
 
     def run_case(output: Path, flags: list, rows: str) -> dict:
@@ -402,11 +318,11 @@ def test_verdicts_are_parsed_strictly(row):
 
 
 def judged(model: str, prompt: str, noise: random.Random):
-    """The policy M is right on problem 0 alone; the judge J accepts problem 1, and so on."""
-    if model == "M":
+    """The policy is right on problem 0 alone; the judge J accepts problem 1, and so on."""
+    if model == "tiny":
         number = int(prompt.split("\n")[0].removeprefix("problem "))
         answer = f"\\boxed{{{7 if number == 0 else 100 + number}}}"
-        return "x" * 5000 + "<|end|><think>" + answer + " \n" * journal.TAIL, 10, False
+        return "x" * 5000 + "<|endoftext|><think>" + answer + " \n" * journal.TAIL, 10, False
     number = int(prompt.split("problem ")[-1].split("\n")[0])
     return ["never asked", "A", "B", "C", "who knows"][number], 1, False
 
@@ -415,44 +331,44 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
     fake = Scripted(monkeypatch, judged)
     flags = ["--benchmarks", write_problems(tmp_path / "five.jsonl", 5), "--decoding", "training"]
     flags += ["--samples", 2]
+    verifier = copy_model(tmp_path / "J")
+    template = "{{ messages[0].content }}{{ 'no thinking' if enable_thinking is false }}"
+    (verifier / "chat_template.jinja").write_text(template)
     plain = run(tmp_path / "out", *flags)["training"]["five"]
     assert plain["mean"] == 20 and "verified" not in plain
     fake.before = {len(fake.asked) + 3: terminate}
     with pytest.raises(SystemExit):  # after three of the judge's eight verdicts
-        run(tmp_path / "out", *flags, "--verifier", "org/J")
-    assert sum(model == "org/J" for model, _ in fake.asked) == 3
+        run(tmp_path / "out", *flags, "--verifier", verifier)
+    assert sum(model == "J" for model, _ in fake.asked) == 3
     fake.before = {}
-    found = run(tmp_path / "out", *flags, "--verifier", "org/J")["training"]["five"]
+    found = run(tmp_path / "out", *flags, "--verifier", verifier)["training"]["five"]
     again = found.pop("verified")
     assert found == plain and fake.decoded[-1] == (0, None), "the judge decodes greedily"
     assert again.pop("mean") == 40 and again.pop("pass_at_k") == {"1": 40, "2": 40}
     assert again.pop("standard_error") == pytest.approx(math.sqrt(2 * 60**2 + 3 * 40**2) / 20**0.5)
     assert again == {"CORRECT": 2, "INCORRECT": 2, "INVALID": 2, "UNREADABLE": 2}
-    said = "--verifier org/J: 2 of 8 verdicts are unreadable and count as wrong; the first is 'who"
-    assert said in capfd.readouterr().err
-    asked = [prompt for model, prompt in fake.asked if model == "org/J"]
+    said = f"--verifier {verifier}: 2 of 8 verdicts are unreadable and count as wrong; "
+    assert f"{said}the first is 'who" in capfd.readouterr().err
+    asked = [prompt for model, prompt in fake.asked if model == "J"]
     assert len(asked) == 8, "none is asked for twice"
     assert not any("problem 0\n" in prompt for prompt in asked)
     for prompt in asked:
         assert "<reference_answer>\n7\n</reference_answer>" in prompt
         tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
         # Special tokens that a response spells are broken: they could end the verifier's turn.
-        assert len(tail) == journal.TAIL + 1 and "x< |end|><think>\\boxed{10" in tail[-30:]
+        assert len(tail) == journal.TAIL + 1 and "x< |endoftext|><think>\\boxed{10" in tail[-40:]
         assert prompt.endswith("no thinking")
     text = (tmp_path / "out" / "table.md").read_text()
-    assert "| M | training | rule | 20.00 | 20.00 |" in text
-    assert "| M | training | rule, then org/J | 40.00 | 40.00 |" in text
+    assert "| training | rule | 20.00 | 20.00 |" in text
+    assert f"| training | rule, then {verifier} | 40.00 | 40.00 |" in text
     assert text.endswith(" | 40.00 ± 24.49 | 2 | 2 | 2 | 2 |\n")
-    match = r"^eval.py: --verifier short, max_new_tokens 16: the longest prompt has \d{4} tokens"
-    with pytest.raises(SystemExit, match=match):
-        run(tmp_path / "out", *flags, "--verifier", "short")
 
 
 def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path, monkeypatch):
     """A grader of another version; another response or verifier."""
     fake = Scripted(monkeypatch, judged)
     file, samples = write_problems(tmp_path / "few.jsonl", 3), tmp_path / "out" / "samples.jsonl"
-    flags = ["--benchmarks", file, "--decoding", "0,1", "--verifier", "J"]
+    flags = ["--benchmarks", file, "--decoding", "0,1", "--verifier", copy_model(tmp_path / "J")]
     first, whole = run_and_read(tmp_path / "out", flags)
     assert first["0,1"]["few"]["verified"]["mean"] == pytest.approx(200 / 3)
     text = samples.read_text().replace('"correct": false', '"correct": ?')
@@ -465,7 +381,7 @@ def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path,
     assert run(tmp_path / "out", *flags) == first
     assert [name for name, _ in fake.asked[asked:]] == ["J"] and "{103}" in fake.asked[-1][1]
     asked = len(fake.asked)
-    assert run(tmp_path / "out", *flags[:-1], "K") == first
+    assert run(tmp_path / "out", *flags[:-1], copy_model(tmp_path / "K", trained=True)) == first
     assert [name for name, _ in fake.asked[asked:]] == ["K", "K"]
 
 
@@ -481,7 +397,7 @@ def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
     for text, mean in (("0.5 if row['level'] == 0 else -1", "16.67"), ("1", "100.00")):
         own.write_text(f"def level(response, row):\n    return {text}\n")
         run(tmp_path / "out", "--benchmarks", *files, *flags)
-        line = f"| M | training | {own}:level (the six: rule) | 100.00 | {mean} |"
+        line = f"| {TINY} | training | {own}:level (the six: rule) | 100.00 | {mean} |"
         assert line in (tmp_path / "out/table.md").read_text()
     assert len(fake.asked) == 6 + 3
 
@@ -510,10 +426,7 @@ WRONG = r"""
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
---decoding nan,1 | --decoding nan,1: must be
 --samples -2 | --samples -2: must be at least 0
---limit -1 | --limit -1: must be at least 0
---rollout_batch_size 0 | --rollout_batch_size 0: must be at least 1
 --verifier {}/nobody | nobody: no tokenizer there
 --model {}/nobody | nobody: no model there
 --output {}/model | model: holds a run or a model; name another directory
@@ -533,7 +446,7 @@ def test_wrong_input_ends_in_one_clear_line(tmp_path, monkeypatch, row):
     if "--benchmarks" not in own:
         own += ["--benchmarks", str(tmp_path / "good.jsonl")]
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "out", "--model", TINY, *own)
+        run(tmp_path / "out", *own)
     line = str(stop.value)
     assert re.search(message, line), line
     assert line.startswith("eval.py: ") and "\n" not in line
