@@ -30,88 +30,60 @@ def test_the_copied_section_needs_torch_alone(tmp_path):
     assert copied["group_advantages"](torch.tensor([[1.0, -1.0, -1.0]])).isfinite().all()
 
 
-def test_statistics_example_and_both_loops():
-    """On the tiny model: p and H are one response's own; the first update is the same by both."""
-    model = load_model(str(TINY))
+def mini_batch() -> dict:
+    """Six responses of the tiny model after some updates, as the page's examples name them."""
     generator = torch.Generator().manual_seed(0)
     lengths = [(5, 9), (12, 4), (7, 20), (3, 1), (9, 15), (4, 12)]  # of prompts and responses
-    drawn_ids = [torch.randint(2, 100, (sum(n),), generator=generator) for n in lengths]
-    ids = torch.nn.utils.rnn.pad_sequence(drawn_ids, batch_first=True, padding_value=1)
+    rows = [torch.randint(2, 100, (sum(n),), generator=generator) for n in lengths]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
     is_response = torch.zeros(ids.shape, dtype=torch.bool)
     for row, (prompt, response) in enumerate(lengths):
         is_response[row, prompt : prompt + response] = True
-    names = {"torch": torch, "model": model, "ids": ids, "is_response": is_response}
-    exec(example("statistics"), names)
-    for row, (prompt, _) in enumerate(lengths):
-        one = drawn_ids[row].tolist()
-        expected = row_stats(model, Response(one[:prompt], one[prompt:], False, ""))
-        for tensor, exact in zip((names["old_logp"], names["old_entropy"]), expected):
-            ours = tensor[row][names["mask"][row]]
-            torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-4)
+    names = {"model": load_model(str(TINY)), "ids": ids, "is_response": is_response}
     names["rewards"] = torch.tensor([[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]])
-    gradients = []
-    for loop in (example("bare"), example("two-passes")):
-        model.zero_grad()
-        exec(loop, names)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert 0 < int(names["keep"].sum()) < int(names["mask"].sum())
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+    names["advantages"] = group_advantages(names["rewards"]).flatten()
+    exec(example("statistics"), names)
+    names["old_logp"] += 0.3 * torch.randn(names["mask"].shape, generator=generator)
+    return names
 
 
-def mini_batch(rows: int = 7) -> dict:
-    """A mini-batch with many candidates, and a tiny policy that scores rows of it."""
-    generator = torch.Generator().manual_seed(3)
-    width, words = 6, 50
-    weight = torch.randn(rows, width, words, generator=generator).double() * 4
-    ids = torch.randint(words, (rows, width), generator=generator)
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
-
-    def statistics(rows):
-        logits = weight[rows].log_softmax(-1)
-        logp = logits.gather(-1, ids[rows][..., None]).squeeze(-1)
-        return logp, -(logits.exp() * logits).sum(-1).detach()
-
-    with torch.no_grad():
-        noise = 0.3 * torch.randn(rows, width, generator=generator)
-        old_logp = statistics(slice(None))[0] + noise
-    advantages = torch.tensor([1.2, 0.9, -0.7, 0.5, 1.7, 0.0, 0.8]).double()[:rows]
-    mask = torch.arange(width) < lengths
-    names = {"old_logp": old_logp, "advantages": advantages, "mask": mask, "statistics": statistics}
-    return names | {"weight": weight.requires_grad_()}
+def gradient_of(loop: str, names: dict) -> torch.Tensor:
+    exec(loop, names)
+    return torch.cat([p.grad.flatten() for p in names["model"].parameters()])
 
 
-def gradient_at_once(names: dict) -> torch.Tensor:
-    """Of stapo_loss over the whole mini-batch; asserts that S2T has something to do there."""
+def test_statistics_example():
+    """p and H are one response's own."""
+    names = mini_batch()
     logp, entropy = names["statistics"](slice(None))
-    args = logp, names["old_logp"], names["advantages"], entropy, names["mask"]
-    loss, sums = stapo_loss(*args)
-    assert 3 < sums["silenced"] < sums["candidates"]
-    return torch.autograd.grad(loss, names["weight"])[0]
+    for row, (ids, here) in enumerate(zip(names["ids"], names["is_response"])):
+        prompt = ids[: here.nonzero()[0]].tolist()
+        expected = row_stats(names["model"], Response(prompt, ids[here].tolist(), False, ""))
+        for ours, exact in zip((logp, entropy), expected):
+            ours = ours[row][names["mask"][row]].double()
+            torch.testing.assert_close(ours, exact.double(), rtol=1e-4, atol=1e-4)
 
 
 def two_passes_on_ranks(folder) -> None:
     """This rank's rows of the mini-batch; the gradient is averaged as FSDP and DDP average."""
     distributed.start()
-    names = mini_batch()
-    rank_rows = torch.arange(7)[distributed.rank() :: distributed.world_size()]
-    for name in ("old_logp", "advantages", "mask"):
-        names[name] = names[name][rank_rows]
-    statistics = names["statistics"]
-    names["statistics"] = lambda rows: statistics(rank_rows[rows])
-    first, second = example("two-passes").split("keep = ")
-    loop = second[second.index("for rows") :]
-    exec(first + example("ranks") + loop, names)
-    gradient = names["weight"].grad / distributed.world_size()
+    names, rank, world = mini_batch(), distributed.rank(), distributed.world_size()
+    for name in ("ids", "is_response", "mask", "old_logp", "advantages"):
+        names[name] = names[name][rank::world]
+    passes = re.sub(r"keep = .*\n.*\n", example("ranks"), example("two-passes"))
+    gradient = gradient_of(passes, names) / world
     torch.distributed.all_reduce(gradient)
-    if distributed.rank() == 0:
-        torch.save(gradient, f"{folder}/gradient.pt")
+    torch.save(gradient, f"{folder}/gradient.pt")
     distributed.finish()
 
 
-def test_two_passes_on_three_ranks(tmp_path):
+def test_an_update_is_the_same_in_one_call_in_two_passes_and_on_three_ranks(tmp_path):
+    whole = gradient_of(example("bare"), names := mini_batch())
+    assert 3 < names["sums"]["silenced"] < names["sums"]["candidates"]
     assert launch(two_passes_on_ranks, 3, tmp_path / "log", tmp_path) == [0, 0, 0]
-    gradient = torch.load(tmp_path / "gradient.pt")
-    torch.testing.assert_close(gradient, gradient_at_once(mini_batch()))
+    others = gradient_of(example("two-passes"), mini_batch()), torch.load(tmp_path / "gradient.pt")
+    for gradient in others:
+        torch.testing.assert_close(gradient, whole, rtol=1e-3, atol=1e-5)
 
 
 def test_a_mask_of_ones_own(tmp_path, monkeypatch):
