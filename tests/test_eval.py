@@ -20,7 +20,6 @@ from reward import is_correct
 from rollout import INSTRUCTION, Response
 from support import journal
 
-RESULTS = {".lock", "samples.jsonl", "scores.json", "table.md"}
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
@@ -188,7 +187,8 @@ def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypa
     assert launch(scripted_rank, 3, tmp_path / "log", parts, many, {}) == [0, 0, 0]
     assert (parts / "samples.jsonl").read_bytes() == whole[1]
     assert json.loads((parts / "scores.json").read_text())["scores"] == whole[0]
-    assert {path.name for path in parts.iterdir()} == RESULTS
+    files = {".lock", "samples.jsonl", "scores.json", "table.md"}
+    assert {path.name for path in parts.iterdir()} == files
     counts = [(tmp_path / f"count-{rank}").read_text() for rank in range(3)]
     assert counts == ["20", "18", "18"]
     said = [Path(f"{tmp_path}/log.{rank}").read_text() for rank in range(3)]
@@ -421,8 +421,6 @@ def test_the_real_benchmarks_load_with_their_row_counts():
 
 WRONG = r"""
 --benchmarks aime26 | benchmark aime26: neither a .jsonl, .json, .parquet file nor one of aime24,
---benchmarks {}/none.jsonl | none.jsonl: no such file
---benchmarks {}/mute.jsonl | holds no problem with an answer; its .* problem, solution; the problem
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
@@ -439,7 +437,6 @@ def test_wrong_input_ends_in_one_clear_line(tmp_path, monkeypatch, row):
     write_problems(tmp_path / "good.jsonl", 2)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
-    (tmp_path / "mute.jsonl").write_text('{"problem": "a", "solution": "1"}\n')
     monkeypatch.setattr(evaluation.rollout, "sample", None)  # wrong input is found before sampling
     flags, message = row.replace("{}", str(tmp_path)).split(" | ")
     own = flags.split()
