@@ -39,22 +39,16 @@ SHAPE = {
     "pad_token_id": 1,
     "bos_token_id": None,
 }
-WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 FAMILIES = {
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16),
-    "llama": transformers.LlamaConfig(**SHAPE),
     "mistral, windows": transformers.MistralConfig(**SHAPE, sliding_window=12),
-    "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
     # positions that are counted from the attention mask
     "opt": transformers.OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3),
-    # a mask of its own; an attention of its own
+    # a mask of its own
     "doge": transformers.DogeConfig(**SHAPE),
-    "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
-    # a recurrent state, with keys and values beside it or without
+    # a recurrent state, with keys and values beside it
     "lfm2": transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-    "mamba": transformers.MambaConfig(**{**SHAPE, "intermediate_size": 64}, state_size=8),
-    # logits with a scale; with a bias
-    "granite": transformers.GraniteConfig(**SHAPE, logits_scaling=3.0),
+    # logits with a bias
     "phi": transformers.PhiConfig(**SHAPE),
 }
 

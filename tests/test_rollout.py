@@ -1,8 +1,6 @@
 """Prompts, sampling and scoring: against float64, autograd, and the model's own softmax."""
 
-import datetime
 import itertools
-import json
 import math
 import os
 
@@ -10,17 +8,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from helpers import (
-    BENCHMARKS,
-    FLAGS,
-    SHAPE,
-    STOPS,
-    TINY,
-    make_family,
-    random_prompts,
-    refused,
-    write_rows,
-)
+from helpers import SHAPE, STOPS, TINY, make_family, random_prompts, write_rows
 from reference import logit_stats, plain_head
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
@@ -30,7 +18,7 @@ from rollout import encode_prompt, in_order, sample, stop_ids
 from support import decoding, head, models
 from support.errors import InputError
 from support.head import HeadStats
-from support.problems import answer_text, load_problems
+from support.problems import load_problems
 
 # --------------------------------------------------------------------------------------- scoring
 
@@ -40,9 +28,7 @@ ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
-@pytest.mark.parametrize(
-    "tokens, chunks", [(50, (7, 3, 7)), (50, (64, 3, 20)), (50, None), (0, None)]
-)
+@pytest.mark.parametrize("tokens, chunks", [(50, (7, 3, 7)), (50, None), (0, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_in_chunks_is_the_head(tokens, chunks, dtype, device, monkeypatch):
     """Values and gradients; None: the sizes that suit the device."""
@@ -104,20 +90,14 @@ def test_the_policy_against_float64(random_model, tied):
         torch.testing.assert_close(ours[name].double(), parameter.grad, **close)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite", "phi"])
-def test_the_logits_of_a_bfloat16_model_are_a_float32_product(family, tmp_path):
-    """With a model's scale or bias. The product in bfloat16 would be off by a part in 500."""
-    model = make_family(family)
-    if family == "phi":
-        torch.nn.init.normal_(model.lm_head.bias)
+def test_the_logits_of_a_bfloat16_model_are_a_float32_product(tmp_path):
+    """With a model's bias. The product in bfloat16 would be off by a part in 500."""
+    model, ids = make_family("phi"), torch.arange(5, 25)[None]
+    torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)
-    model, ids = models.load_model(str(tmp_path), torch.bfloat16), torch.arange(5, 25)[None]
-    hidden, weight = model.base_model(ids).last_hidden_state, model.lm_head.weight
-    expected = hidden.float() @ weight.float().T
-    if family == "granite":
-        expected /= model.config.logits_scaling
-    if family == "phi":
-        expected += model.lm_head.bias
+    model = models.load_model(str(tmp_path), torch.bfloat16)
+    hidden, head = model.base_model(ids).last_hidden_state, model.lm_head
+    expected = hidden.float() @ head.weight.float().T + head.bias
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -132,20 +112,14 @@ def test_dropout_and_router_noise_are_off(tmp_path):
     assert models.load_config(str(tmp_path)).text_config.attention_dropout == 0
 
 
-FACTORS = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-
-
-def test_positions_that_depend_on_other_rows_are_refused(tmp_path):
-    for kind, options in (("dynamic", {}), ("longrope", FACTORS), ("yarn", {})):
-        rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | options
-        rope["original_max_position_embeddings"] = 16
-        config = transformers.LlamaConfig(**SHAPE, rope_parameters=rope)
-        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-        if kind == "yarn":  # its positions are fixed
-            models.load_model(str(tmp_path))
-        else:
-            with pytest.raises(InputError, match=f"{tmp_path}.* rope_type {kind}"):
-                models.load_model(str(tmp_path))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    rope |= {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    config = transformers.LlamaConfig(**SHAPE, rope_parameters=rope)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path}.* rope_type {kind}"):
+        models.load_model(str(tmp_path))
 
 
 def test_responses_fit_in_the_positions():
@@ -157,44 +131,35 @@ def test_responses_fit_in_the_positions():
 
 
 def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
-    """Without a tokenizer; quantised; without a weight, which transformers would draw at random."""
-    model, config = random_model(), tmp_path / "config.json"
+    """Without a tokenizer; without a weight, which transformers would draw at random; quantised."""
+    model = random_model()
     weights = model.state_dict()
     del weights["model.norm.weight"]
     model.save_pretrained(tmp_path, state_dict=weights)
-    whole, method = config.read_text(), {"quant_method": "bitsandbytes", "load_in_8bit": True}
-
-    def reason(load) -> str:
-        with pytest.raises(InputError) as refusal:
-            load(str(tmp_path))
-        name, _, text = str(refusal.value).partition(": ")
-        assert name == str(tmp_path) and "\n" not in text
-        return text
-
-    assert "no tokenizer in this folder" in reason(rollout.load_tokenizer)
-    assert "no weights for model.norm.weight" in reason(rollout.load_policy)
-    config.write_text(json.dumps(json.loads(whole) | {"quantization_config": method}))
-    assert "a quantised model" in reason(rollout.load_policy)
+    with pytest.raises(InputError, match=f"{tmp_path}: no tokenizer in this folder"):
+        rollout.load_tokenizer(str(tmp_path))
+    with pytest.raises(InputError, match=f"{tmp_path}: .* no weights for model.norm.weight"):
+        rollout.load_policy(str(tmp_path))
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path}: .* a quantised model"):
+        rollout.load_policy(str(tmp_path))
 
 
-def test_ids_that_the_model_does_not_have_are_refused(random_model, tmp_path, capsys):
-    """By the sampler: an id of a prompt, or of the padding. By stapo.py: in one line."""
+@pytest.mark.parametrize("pad, prompts, largest", [(1, [[5], [9, 104]], 104), (300, [[5]], 300)])
+def test_ids_that_the_model_does_not_have_are_refused(random_model, pad, prompts, largest):
+    """An id of a prompt, or of the padding."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    for pad, prompts, largest in ((1, [[5], [9, 104]], 104), (300, [[5]], 300)):
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-        with pytest.raises(InputError, match=rf"--model: .*\b{largest}\b.*\b104\b"):
-            next(sample(random_model(), tokenizer, prompts, max_new_tokens=2))
-    random_model(vocab_size=60).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    line = refused(capsys, f"{FLAGS} --model {tmp_path} --output {tmp_path}/run").splitlines()[-1]
-    assert "--model" in line and " 300" in line and " 60" in line
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    with pytest.raises(InputError, match=rf"--model: .*\b{largest}\b.*\b104\b"):
+        next(sample(random_model(), tokenizer, prompts, max_new_tokens=2))
 
 
 # -------------------------------------------------------------------------------------- sampling
 
 
-WITH_SLOTS = ["qwen3", "doge", "falcon"]  # each an attention or a mask of its own
-WITHOUT_SLOTS = ["mistral, windows", "qwen2, a window", "opt", "lfm2", "mamba"]
+WITH_SLOTS = ["qwen3", "doge"]
+WITHOUT_SLOTS = ["mistral, windows", "opt", "lfm2"]
 BOTH_PATHS = pytest.mark.parametrize("family", [WITH_SLOTS[0], WITHOUT_SLOTS[0]])
 
 
@@ -274,18 +239,21 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
 
 def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
     model, options = make_family("mistral, windows"), {"max_new_tokens": 9, "batch_size": 2}
-    ids = [r.ids for r in in_order(sample(model, tokenizer, [[20]] * 4, **options))]
-    assert ids[:2] != ids[2:]
+    again, ids = (
+        [r.ids for r in in_order(sample(model, tokenizer, [[20]] * 4, **options))] for _ in "ab"
+    )
+    assert ids[:2] != ids[2:] and ids == again
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("family", [*WITH_SLOTS, *WITHOUT_SLOTS])
 def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeypatch):
-    """Prompts of 1 to 23 tokens, in 5 slots or in all, and some in one, in a cache that grows.
+    """In 5 slots or in one for each prompt, prefilled by parts, in a cache that grows.
 
     A forward that saw what earlier rows left in a slot would choose other tokens.
     """
-    model, prompts = make_family(family), random_prompts(12, 24)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 500)
+    model, prompts = make_family(family), random_prompts(12, 250)
     assert decoding.has_full_attention(model) == (family in WITH_SLOTS)
     config = GenerationConfig(max_new_tokens=37, eos_token_id=STOPS, pad_token_id=1)
     expected = []
@@ -294,71 +262,62 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         expected.append(ids[0, len(prompt) :].tolist())
     assert len(set(map(len, expected))) > 4
-    cases = ((5, 8, 16384, 8), (5, 1, 40, 24), (12, 3, 16384, 16), (1, 1000, 1, 128))
-    for batch_size, every, prefilled, block in cases:
-        monkeypatch.setattr(decoding, "CHECK_EVERY", every)
-        monkeypatch.setattr(decoding, "PREFILL_TOKENS", prefilled)
-        monkeypatch.setattr(decoding, "CACHE_BLOCK", block)
+    for batch_size in (5, 12):
         settings = {"max_new_tokens": 37, "temperature": 0.0, "batch_size": batch_size}
-        some = 12 if batch_size > 1 else 3
-        responses = in_order(sample(model, tokenizer, prompts[:some], **settings))
+        responses = in_order(sample(model, tokenizer, prompts, **settings))
         found = [(r.ids, r.truncated) for r in responses]
-        assert found == [(ids, ids[-1] not in STOPS) for ids in expected[:some]]
+        assert found == [(ids, ids[-1] not in STOPS) for ids in expected]
 
 
 def test_a_freed_slot_takes_the_next_prompt(random_model, monkeypatch):
     """Decoding steps as counted by hand: a slot is idle for less than CHECK_EVERY steps.
 
     A stop id ends its row and belongs to it, also the id that pads. A forward over prompts stays
-    within its number of tokens.
+    within its number of tokens. Few forwards are between two yields: a caller can look at a stop.
     """
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 20)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(14)
     model, forwards, prompts = random_model(spread=0.3), [], random_prompts(60, 9)
     model.generation_config.eos_token_id = STOPS
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: forwards.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    drawn = sample(model, tokenizer, prompts, max_new_tokens=50, batch_size=6, seed=1)
-    responses, stops = in_order(drawn), {*STOPS, tokenizer.eos_token_id}
+
+    def count(_module, _args, given):
+        assert not torch.is_grad_enabled()  # nothing is kept for a backward
+        forwards.append(given["input_ids"].shape)
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    responses, seen = {}, [0]
+    for ended in sample(model, tokenizer, prompts, max_new_tokens=50, batch_size=6, seed=1):
+        responses |= dict(ended)
+        seen.append(len(forwards))
+    assert all(later - earlier <= 8 + 3 for earlier, later in itertools.pairwise(seen))
+    responses = [responses[i] for i in range(60)]
+    stops = {*STOPS, tokenizer.eos_token_id}
     for r in responses:
         assert not {*r.ids[:-1]} & stops and r.truncated == (r.ids[-1] not in stops)
+        assert r.text == tokenizer.decode(r.ids, skip_special_tokens=True)
     assert tokenizer.pad_token_id == 14 in [r.ids[-1] for r in responses]
     assert [r.prompt_ids for r in responses] == prompts
-    assert [r.text for r in responses] == [
-        tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses
-    ]
-    lengths = [len(r.ids) for r in responses]
-    steps = [rows for rows, width in forwards if width == 1]
     assert max(rows for rows, _ in forwards) == 6  # at most batch_size at a time
     assert max(rows * width for rows, width in forwards) <= 20
     # each response costs a slot its length, rounded up to the next look at the tokens
-    busy = sum(lengths) + 7 * len(lengths)
-    assert len(steps) <= busy / 6 + max(lengths) + 8
-    batches = sum(max(lengths[i : i + 6]) for i in range(0, 60, 6))
-    assert len(steps) < 0.8 * batches
+    lengths = [len(r.ids) for r in responses]
+    steps = sum(width == 1 for _, width in forwards)
+    assert steps <= (sum(lengths) + 7 * 60) / 6 + max(lengths) + 8
+    assert steps < 0.8 * sum(max(lengths[i : i + 6]) for i in range(0, 60, 6))  # of batches
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (1.0, 1.0), (0.7, 0.9)])
-def test_logits_that_are_nan_end_the_sampling(family, temperature, top_p, tokenizer):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_end_the_sampling(family, temperature, tokenizer):
     """In one of the rows, with one line."""
     model = make_family(family)
     with torch.no_grad():
         model.get_input_embeddings().weight[90] = math.nan
-    options = {"max_new_tokens": 11, "temperature": temperature, "top_p": top_p}
+    options = {"max_new_tokens": 11, "temperature": temperature}
     with pytest.raises(InputError, match="^--model: .*NaN") as failure:
         list(sample(model, tokenizer, [[5, 6], [90], [7]], **options))
     assert "\n" not in str(failure.value)
-
-
-@BOTH_PATHS
-def test_a_leaking_processor_is_refused(family, tokenizer, monkeypatch):
-    real = rollout.GenerationConfig
-    monkeypatch.setattr(rollout, "GenerationConfig", lambda **k: real(**{**k, "top_k": 50}))
-    with pytest.raises(RuntimeError, match="TopK"):
-        next(sample(make_family(family), tokenizer, [[5]], max_new_tokens=2))
 
 
 @BOTH_PATHS
@@ -370,8 +329,9 @@ def test_a_model_in_training_mode_is_not_sampled_from(family, tokenizer):
 
 @BOTH_PATHS
 def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
-    """Two samplers of one model are advanced in turn, and left at any of their yields, also in the
-    order in which they began. In between the caller trains.
+    """Two samplers of one model are advanced in turn, and in between the caller trains.
+
+    The caller leaves the first of them, and the second one fails.
     """
     model, prompts = make_family(family), random_prompts(9, 5)
     options = {"max_new_tokens": 40, "batch_size": 3}
@@ -379,38 +339,21 @@ def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
     def state() -> tuple:
         return model.generation_config, torch.is_inference_mode_enabled()
 
-    before, whole = state(), len(list(sample(model, tokenizer, prompts, **options)))
-    for count in range(0, whole + 1, 3):
-        first, second = (sample(model, tokenizer, prompts, **options) for _ in "ab")
-        for _ in range(count):
-            next(first), next(second)
-            assert state() == before
-        model(torch.tensor([[5, 6]])).logits.sum().backward()
-        first.close()
-        assert state() == before
-        drawn = [place for ended in second for place, _ in ended]
-        assert state() == before and len(drawn) == len(set(drawn)) <= 9
-
     def fail(*_):
         raise ZeroDivisionError
 
-    drawn = sample(model, tokenizer, prompts, **options)
-    next(drawn)
+    before = state()
+    first, second = (sample(model, tokenizer, prompts, **options) for _ in "ab")
+    for _ in "ab":
+        next(first), next(second)
+        assert state() == before
+        model(torch.tensor([[5, 6]])).logits.sum().backward()
+    first.close()
+    assert state() == before
     model.register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        list(drawn)
-    assert state() == before and whole > 2
-
-
-def test_few_tokens_pass_between_two_yields(random_model, tokenizer):
-    """Often nothing has ended: the caller can look at a stop."""
-    model, forwards, seen = random_model(spread=0.3), [], []
-    model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
-    for ended in sample(model, tokenizer, random_prompts(20, 5), max_new_tokens=60, batch_size=2):
-        seen.append((len(forwards), len(ended)))
-    assert not any(forwards)  # nothing is kept for a backward
-    assert all(later - earlier <= 9 for (earlier, _), (later, _) in itertools.pairwise(seen))
-    assert sum(count for _, count in seen) == 20 and [0] * 5 < sorted(count for _, count in seen)
+        next(second)
+    assert state() == before
 
 
 # ---------------------------------------------------------------------------- prompts and problems
@@ -480,20 +423,6 @@ def test_tokenizer_without_a_pad_token(tmp_path):
         assert rollout.load_tokenizer(str(tmp_path)).pad_token_id == pad
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
-def test_dapo_rows_are_unwrapped_and_distinct():
-    import datasets
-
-    file = str(BENCHMARKS / "dapo_format_aime24.parquet")
-    rows = datasets.load_dataset("parquet", data_files=file, split="train")
-    raw = {row["extra_info"]["raw_problem"].strip() for row in rows}
-    answers = {row["reward_model"]["ground_truth"] for row in rows}
-    problems = load_problems(file)
-    assert len(rows) == 960 and len(problems) == 30
-    assert {p["problem"] for p in problems} == raw
-    assert {p["answer"] for p in problems} == answers
-
-
 WRAPPED = (  # as DAPO-Math-17k does
     "Solve the following math problem step by step. The last line of your response should be of "
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -501,27 +430,23 @@ WRAPPED = (  # as DAPO-Math-17k does
 )
 
 
+USER = {"role": "user", "content": "1+1"}
+
+
 @pytest.mark.parametrize(
     ("row", "answer"),
     [
-        ({"problem": " 1+1 ", "answer": "2"}, "2"),
-        ({"problem": WRAPPED, "answer": "2"}, "2"),
-        ({"prompt": [{"content": WRAPPED}], "answer": "2"}, "2"),
-        ({"prompt": "all of it", "question": "1+1", "final_answer": "3", "answer": "2"}, "2"),
-        ({"prompt": "?", "question": "all of it", "problem": "1+1", "answer": "2"}, "2"),
-        ({"problem": "1+1", "reward_model": {"ground_truth": "3"}, "final_answer": "2"}, "2"),
-        ({"prompt": [{"content": "1+1"}], "reward_model": {"ground_truth": "2"}}, "2"),
-        ({"problem": 7, "question": "1+1", "answer": "2"}, "2"),  # the problem's number
-        ({"problem": "1+1", "final_answer": [2, 3]}, "2, 3"),
-        ({"problem": "1+1", "answer": " ", "final_answer": 2.5}, "2.5"),
-        ({"prompt": "1+1", "answer": [], "final_answer": "2"}, "2"),
-        ({"prompt": [{"role": "user", "content": "0+1"}, {"role": "assistant", "content": "0"},
-          {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "3"}],
+        ({"question": "?", "problem": " 1+1 ", "final_answer": "3", "answer": 2}, "2"),
+        ({"prompt": "?", "question": "1+1", "problem": 7, "answer": " ", "final_answer": 4}, "4"),
+        ({"prompt": [{"content": WRAPPED}], "reward_model": {"ground_truth": "2"}}, "2"),
+        ({"prompt": "1+1", "answer": [], "final_answer": ["2", "", "3"]}, "2, 3"),
+        ({"prompt": [USER | {"content": "0+1"}, {"role": "assistant", "content": "0"}, USER],
           "answer": "2"}, "2"),
     ],
 )  # fmt: skip
 def test_column_layouts(tmp_path, row, answer):
-    file = write_rows(tmp_path / "rows.jsonl", row, row)
+    """The first column that is not empty, and of rows with the same problem the first."""
+    file = write_rows(tmp_path / "rows.jsonl", row, row | {"reward_model": {"ground_truth": "9"}})
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
 
 
@@ -530,53 +455,33 @@ def test_texts_beside_other_values_are_refused(tmp_path, other):
     """`datasets` would read "3.10" as 3.1, and the interval "[2, 5]" as a list of two answers."""
     rows = [{"problem": str(i), "answer": x} for i, x in enumerate(["[2, 5]", "3.10", other])]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(rollout.InputError, match="column answer has values of several types"):
+    with pytest.raises(InputError, match="column answer has values of several types"):
         load_problems(file)
-
-
-def test_of_rows_with_the_same_problem_the_first_counts(tmp_path):
-    rows = [{"problem": "1+1", "answer": answer} for answer in ("2", "3")]
-    assert load_problems(write_rows(tmp_path / "rows.jsonl", *rows)) == rows[:1]
-
-
-def test_cells_as_text():
-    cells = 10**400, ["", ""], ["2", ""], [2, 0.5], None, 2.0**53  # it may have been 2^53 + 1
-    texts = [str(10**400), "", "2", "2, 0.5", "", None]
-    assert [*map(answer_text, cells)] == texts
 
 
 def test_whole_numbers_beside_decimals_and_nulls_stay_whole(tmp_path):
     """The reader makes floats of them all; from 2^53 on those have lost digits."""
-    answers, most = [72, 0.5, -3, None, 2**53 - 1], 123456789012345678901234567
+    answers = [72, 0.5, -3, None, 2**53 - 1]
     rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
     found = [p["answer"] for p in load_problems(write_rows(tmp_path / "rows.jsonl", *rows))]
     assert found == ["72", "0.5", "-3", str(2**53 - 1)]
-    file = write_rows(tmp_path / "large.jsonl", rows[1], {"problem": "p", "answer": most})
-    with pytest.raises(rollout.InputError, match="large.jsonl: .*(row 2 has no answer|too big)"):
+    file = write_rows(tmp_path / "large.jsonl", rows[1], {"problem": "p", "answer": 2**53})
+    with pytest.raises(InputError, match="large.jsonl: row 2 has no answer"):
         load_problems(file)
-
-
-GOLDS = {
-    "She has 3 + 4 = 7.\n#### 72": "72",  # GSM8K
-    "#### 1,234": "1,234",
-    "[3]": "[3]",
-    "[2, 5)": "[2, 5)",
-}
 
 
 def test_right_answers_are_found_in_what_data_sets_put_around_them(tmp_path, capsys):
     """Rows without one are left out, and counted in one line; a reward of one's own gets them."""
-    rows = [{"problem": f"p{i}", "answer": gold} for i, gold in enumerate(GOLDS)]
-    empty = [{"problem": "none", "answer": text} for text in ("Proof", "notfound", " ", None)]
-    file = write_rows(tmp_path / "rows.jsonl", *rows, *empty)
-    assert [problem["answer"] for problem in load_problems(file)] == [*GOLDS.values()]
+    answers = ("She has 3 + 4 = 7.\n#### 72", "[2, 5)", "Proof", "notfound", " ", None)
+    rows = [{"problem": f"p{i}", "answer": text} for i, text in enumerate(answers)]
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    assert [problem["answer"] for problem in load_problems(file)] == ["72", "[2, 5)"]
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    what = "rows without an answer (empty, proof, notfound) that are left out: 4"
-    assert said == [f"{file}: {what}"]
-    assert len(load_problems(file, whole_rows=True)) == len(GOLDS) + 1
+    assert len(said) == 1 and said[0].startswith(file) and said[0].endswith(": 4")
+    assert len(load_problems(file, whole_rows=True)) == 6
     assert "left out" not in capsys.readouterr().out
-    with pytest.raises(rollout.InputError, match="no problem with an answer; its columns are pro"):
-        load_problems(write_rows(tmp_path / "none.jsonl", *empty))
+    with pytest.raises(InputError, match="no problem with an answer; its columns are pro"):
+        load_problems(write_rows(tmp_path / "none.jsonl", *rows[2:]))
 
 
 def test_a_file_is_read_as_it_is_now(tmp_path):
@@ -588,37 +493,13 @@ def test_a_file_is_read_as_it_is_now(tmp_path):
         assert load_problems(str(file))[0]["answer"] == answer
 
 
-def test_what_cannot_be_read_is_described(tmp_path):
-    """The columns of a file and those that are read; the formats; where a file is broken."""
-    file = write_rows(tmp_path / "rows.jsonl", {"input": "1+1", "answer": "2"})
-    columns = r"its columns are input, answer; .* problem or question or prompt.* reward_model$"
-    torn = tmp_path / "torn.jsonl"
-    torn.write_text('{"problem": "1+1", "answer": "2"}\n{"problem": "1+')
-    Dataset.from_list([{"problem": "1+1", "answer": "2"}]).to_csv(tmp_path / "rows.csv")
-    formats = "cannot be read .* give a Hub id, or a .jsonl, .json or .parquet file$"
-    for source, message in (
-        (file, columns),
-        (torn, "torn.jsonl: cannot be read as a dataset"),
-        (tmp_path / "rows.csv", formats),
-    ):
-        with pytest.raises(InputError, match=message):
-            load_problems(str(source))
-
-
-USER = {"role": "user", "content": "1+1"}
-
-
 @pytest.mark.parametrize(
     "column, value",
-    [("answer", value) for value in (math.nan, -math.inf, True, [False], ["2", None], [["2"]])]
-    + [("answer", value) for value in ({"a": "2"}, [{"a": "2"}], datetime.date(2024, 1, 1))]
-    + [("problem", value) for value in (math.nan, {"a": "1+1"}, [["1+1"]])]
-    + [("problem", chat) for chat in (
-        [{"role": "system", "content": "Speak."}, USER],
-        [USER | {"content": [{"type": "text", "text": "1+1"}]}],
-        [USER | {"role": "assistant"}],
-    )],
-)  # fmt: skip
+    [("answer", value) for value in (math.nan, True, ["2", None], [["2"]], {"a": "2"})]
+    + [("problem", value) for value in (math.nan, [["1+1"]])]
+    + [("problem", [{"role": "system", "content": "Speak."}, USER])]
+    + [("problem", [USER | {"content": [{"type": "text", "text": "1+1"}]}])],
+)
 def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
     """The second of its file. What a reward of one's own reads of an answer is its own affair."""
     odd = {"problem": "1+1", "answer": "2", "question": None, "final_answer": None}
@@ -626,7 +507,7 @@ def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
     sound = {**dict.fromkeys(odd), "question": "1+0", "final_answer": "1"}
     file = str(tmp_path / "rows.parquet")
     Dataset.from_list([sound, odd]).to_parquet(file)
-    with pytest.raises(rollout.InputError, match=f"rows.parquet: row 2 has no {column} that is "):
+    with pytest.raises(InputError, match=f"rows.parquet: row 2 has no {column} that is "):
         load_problems(file)
     if column == "answer":
         own = load_problems(file, whole_rows=True)[1]
