@@ -1,7 +1,6 @@
 """Training, resuming, methods and evaluation on a GPU, or on one that is none (pretend_gpu.py)."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -46,8 +45,7 @@ TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batc
     --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
 
 
-def run(flags: str, folder: Path) -> str:
-    """What the program says on stderr."""
+def run(flags: str, folder: Path) -> None:
     program = folder / "program.py"
     program.write_text(f"FLAGS = '''{flags}'''\n{PROGRAM}")
     command = [sys.executable, *([] if REAL else ["tests/pretend_gpu.py"]), str(program)]
@@ -56,7 +54,6 @@ def run(flags: str, folder: Path) -> str:
     options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
     done = subprocess.run(command, timeout=240, **options)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stderr
 
 
 def test_everything_runs_on_a_gpu(tmp_path):
@@ -76,9 +73,7 @@ def test_everything_runs_on_a_gpu(tmp_path):
         f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {judge} "
         f"--output {tmp_path}/eval",
     ]
-    said = run("\n".join(lines), tmp_path)
-    weights = re.findall("1 x .*: (.*) weights, computation in bfloat16$", said, re.MULTILINE)
-    assert weights == ["float32", "float32", "float32", "bfloat16"]  # tokens.py, then eval.py
+    run("\n".join(lines), tmp_path)
     assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
     lines = read_rows(output / "metrics.jsonl")
     found = [(line["step"], "eval" in line) for line in lines]
