@@ -155,8 +155,7 @@ def clipped_loss(
     FSDP averages gradients over ranks: pass that of all ranks, divided by the world size.
     """
     check_shapes(advantages, keep > 0 if keep.is_floating_point() else keep, logp, old_logp)
-    log_rho = logp - old_logp.detach()  # (B, T)
-    log_rho = log_rho.masked_fill(keep == 0, 0.0)  # masked first: exp can overflow
+    log_rho = (logp - old_logp.detach()).masked_fill(keep == 0, 0.0)  # (B, T): exp can overflow
     rho = log_rho.exp()  # (B, T)
     A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
     J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term

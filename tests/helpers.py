@@ -39,15 +39,19 @@ SHAPE = {
     "pad_token_id": 1,
     "bos_token_id": None,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 FAMILIES = {
     "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=16),
     "mistral, windows": transformers.MistralConfig(**SHAPE, sliding_window=12),
+    "qwen2, a window": transformers.Qwen2Config(**SHAPE, **WINDOW),
     # positions that are counted from the attention mask
     "opt": transformers.OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3),
-    # a mask of its own
+    # a mask of its own; an attention of its own
     "doge": transformers.DogeConfig(**SHAPE),
-    # a recurrent state, with keys and values beside it
+    "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
+    # a recurrent state, with keys and values beside it or without
     "lfm2": transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+    "mamba": transformers.MambaConfig(**{**SHAPE, "intermediate_size": 64}, state_size=8),
     # logits with a bias
     "phi": transformers.PhiConfig(**SHAPE),
 }
@@ -97,14 +101,6 @@ def refused(capsys, argv: str) -> str:
         stapo.main(argv.split())
     assert stop.value.code not in (0, None)
     return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
-
-
-def stopped(output: Path, extra: str) -> list[dict]:
-    """A run that a stop ends: its status is that of an interruption."""
-    with pytest.raises(SystemExit) as end:
-        run(output, extra)
-    assert end.value.code == 130
-    return lines(output)
 
 
 def fill_disk(monkeypatch, name: str) -> None:

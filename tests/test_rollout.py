@@ -158,8 +158,8 @@ def test_ids_that_the_model_does_not_have_are_refused(random_model, pad, prompts
 # -------------------------------------------------------------------------------------- sampling
 
 
-WITH_SLOTS = ["qwen3", "doge"]
-WITHOUT_SLOTS = ["mistral, windows", "opt", "lfm2"]
+WITH_SLOTS = ["qwen3", "doge", "falcon"]  # each an attention or a mask of its own
+WITHOUT_SLOTS = ["mistral, windows", "qwen2, a window", "opt", "lfm2", "mamba"]
 BOTH_PATHS = pytest.mark.parametrize("family", [WITH_SLOTS[0], WITHOUT_SLOTS[0]])
 
 

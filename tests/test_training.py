@@ -2,11 +2,8 @@
 
 import json
 import math
-import re
 import shutil
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +16,7 @@ import eval as evaluation
 import rollout
 import stapo
 from rollout import Response, TokenStats
-from stapo import METHODS, Config, Method
-from support.distributed import peak_memory_gb
+from stapo import METHODS, Config
 from support.seeds import generator, mix_seed
 
 # ---------------------------------------------------------------------- the update of a mini-batch
@@ -74,7 +70,7 @@ def updated(model, batch, current, own=None, optimizer=None, **flags):
     policy = rollout.Policy(model)
     sums = stapo.update(policy, optimizer, batch, current, choice.keep, method, cfg)
     candidates = batch.mask & choice.candidates
-    sums |= {"candidates": candidates.sum(), "silenced": (candidates & ~choice.keep).sum()}
+    sums |= {"candidates": candidates.sum(), "silenced": (candidates & (choice.keep == 0)).sum()}
     return optimizer, choice.keep, sums
 
 
@@ -157,32 +153,24 @@ def test_a_mask_of_ones_own_may_be_true_outside_responses(model, method):
     assert with_padding[2] == plain[2] and plain[2]["loss"] != 0
 
 
-def test_a_mask_and_a_weight_of_ones_own_are_one_entry_of_methods(model):
-    """The upper half of the entropies, each term times H under pi_old, in several micro-batches."""
+def test_a_mask_and_a_weight_of_ones_own_are_one_function(model):
+    """The upper half of the entropies, each term times the current H, in several micro-batches."""
 
     def choose(batch, stats, cfg):
-        return stapo.Choice(batch.mask & (stats.entropy > 2.0), batch.mask)
-
-    def weighted_mean(batch, keep, logp, denominator, cfg):
-        A = (batch.advantages[:, None] * batch.old.entropy)[
-            keep
-        ]  # clipped_loss takes a token a row
-        rows = logp[keep][:, None], batch.old.logp[keep][:, None], A
-        every = torch.ones_like(rows[0], dtype=torch.bool)
-        loss = stapo.clipped_loss(*rows, every, denominator=denominator)
-        return loss, stapo.token_mean(batch, keep, logp, denominator, cfg)[1]
+        return stapo.Choice((stats.entropy > 2.0) * stats.entropy, batch.mask)
 
     batch, current = make_mini_batch(model)
-    own = Method(choose, "all", stapo.kept_tokens, weighted_mean)
-    optimizer, keep, sums = updated(model, batch, current, own, tokens_per_micro_batch=60)
-    loss = 0.0
+    own = METHODS["stapo"]._replace(choose=choose, reads="all")
+    optimizer, weight, sums = updated(model, batch, current, own, tokens_per_micro_batch=60)
+    weight, loss = weight * batch.mask, 0.0
     for row, response in enumerate(responses_of(batch)):
         A, here = float(batch.advantages[row]), batch.mask[row]
         rho = (row_stats(model, response)[0] - batch.old.logp[row, here]).exp()
-        terms = torch.minimum(rho * A, rho.clamp(0.8, 1.28) * A) * batch.old.entropy[row, here]
-        loss = loss - terms[keep[row, here]].sum() / keep.sum()
+        terms = torch.minimum(rho * A, rho.clamp(0.8, 1.28) * A) * weight[row, here]
+        loss = loss - terms.sum() / weight.sum()
     assert sums["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert sums["silenced"] == sums["candidates"] - keep.sum() > 50 and keep.sum() > 50
+    kept = (weight > 0).sum()
+    assert sums["silenced"] == sums["candidates"] - kept > 50 and kept > 50
     assert_gradient(optimizer, loss, model)
 
 
@@ -367,20 +355,13 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_in_bytes_times_1e9():
-    """Another source of Linux, which is in KiB, too."""
-    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak_memory_gb() == pytest.approx(1024 * int(peak) / 1e9, rel=0.005)
-
-
 def test_memory_stays_flat_over_25_steps(tmp_path):
-    """Peak resident memory of a process, read in each metrics line, in GB."""
+    """Peak resident memory of a process, read in each metrics line, in GB: torch alone is 0.2."""
     flags = f"{FLAGS} --steps 25 --batch_size 2 --group_size 2 --max_new_tokens 8"
     argv = f"{flags} --output {tmp_path}/run".split()
     assert launch(stapo.main, 1, tmp_path / "log", argv) == [0]
     peaks = [row["peak_memory_gb"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
-    assert len(peaks) == 25 and peaks[-1] < 1.02 * peaks[12]
+    assert len(peaks) == 25 and 0.1 < peaks[12] <= peaks[-1] < 1.02 * peaks[12] < 10
 
 
 REWARDS = """
