@@ -20,31 +20,16 @@ FILES = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
 # Pieces that are repeated; an opening, how often, and its closing around a 5; whole answers.
 PIECES = r"""
 9^ 500! 9^{2000} \frac{1}{7^{2000}}+ \frac{1}{7^{800}}+\frac{1}{11^{700}}- \sin9^{2000} n+ x=y=
-\lfloorn^{400}/7^{300}\rfloor+ (\pm1,\{ 5metres m+ f(x)=x, x<1or |1 1& _\text{ x=( x=\{ =\lim{a
+n^{400}/7^{300}+ (\pm1,\{ 5metres m+ f(x)=x, x<1or |1 1& _\text{ x=( x=\{ =\lim{a ⟦
 """.split()
-NESTED = [
-    ("{", 40, "}"),
-    ("{", 5_000, "}"),
-    ("(", 280, ")"),
-    (r"\{", 140, r"\}"),
-    ("x=(", 100, ")"),
-]
-NESTED += [
-    (r"x=\{", 90, r"\}"),
-    (r"\sqrt{", 80, "}"),
-    (r"\lfloor ", 30, r"\rfloor "),
-    ("5", 1, " "),
-]
-COSTLY = ["9^{9^{9^9}}", "2^{10^7}", "1e999999999", "1000000000!", r"\frac{1}{0}", "0^0", "NaN"]
-COSTLY += [
-    "__import__('os').system('echo no')",
-    "\0" * 580,
-    "7" * 100_000,
-    "5" + " " * 570 + "mod !",
-]
+NESTED = [("{", 5_000, "}"), ("(", 280, ")"), (r"x=\{", 90, r"\}"), (r"\sqrt{", 80, "}")]
+COSTLY = r"""
+9^{9^{9^9}} 2^{10^7} 1e999999999 1000000000! \frac{1}{0} 0^0 NaN __import__('os').system('echo')
+""".split()
+COSTLY += ["\0" * 580, "7" * 100_000, "5" + " " * 570 + "mod !"]
 COSTLY += ["+".join(rf"{n}^-{1_000 - 4 * n}" for n in range(11, 90) if n % 2 and n % 3)]
-RESPONSES = [r"\boxed{5}" + "{" * 2_000_000, "{" * 2_000_000, "Answer: 5\n" * 200_000]
-RESPONSES += [r"\boxed{" * 280_000, r"\boxed{}" * 250_000, (r"\boxed" + " " * 60) * 30_000]
+COSTLY += [r"\boxed{5}" + "{" * 2_000_000, "{" * 2_000_000, "Answer: 5\n" * 200_000]
+COSTLY += [r"\boxed{" * 280_000, r"\boxed{}" * 250_000, (r"\boxed" + " " * 60) * 30_000]
 
 
 def hostile(length: int) -> list[str]:
@@ -87,25 +72,19 @@ _FRACTION = r"^(-?)\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?$"
 # Each edit: a pattern and its replacements. Anchored patterns edit a whole answer of that form.
 EDITS = [
     (r"\\d?frac(?![a-z])", r"\\dfrac", r"\\cfrac"),
-    (r"\\[dt]frac", r"\\frac"),
     (r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\\frac {\1} {\2}"),
     (r"\\left(?!\\l)|\\right(?!\\r)", ""),
     (r"(?<![A-Za-z\\ ]) +| +(?![A-Za-z])", ""),
     (r"(?<!e)([-+=])", r" \1 "),
     (r"\\pi(?![a-z])\s*", "π "),
-    (r"\\infty", "∞"),
-    (r"\\cup", "∪"),
     (r"\\sqrt\{(\w+)\}", r"{\1}^{1/2}", r" sqrt(\1)"),
-    (r"\^\{(\w)\}", r"^\1"),
     (r"\^(\w)", r"^{\1}"),
     (r"\^\{?\\circ\}?", "", r"\\text{ degrees}"),
     (r"\\text\{\(([A-Z])\)\}", r"\1"),
     (r"\\text\{(\w+)\}$", r"\1", r"\\mathrm{\1}"),
     (r"\s*\\?%", "", r" \\%"),
-    (r"\\\$", ""),
     (r"\\\$([\d.]+)$", r"\1 \\text{ dollars}"),
     (r"(\d)\s*\\(pi|sqrt)", r"\1 \\cdot \\\2"),
-    (r"\\lfloor(.*?)\\rfloor", r"\\left\\lfloor \1 \\right\\rfloor"),
     (r"^([^(),\[\]]*)$", r"\\displaystyle \1"),
     (r"^-?\d*\.?\d+$", r"\g<0>\\text{ units}", r"\g<0>\\ \\mathrm{cm}", r"\g<0>\\mbox{ m}^2"),
     (r"^-?\d*\.?\d+$", r"x = \g<0>", r"\g<0>.", r"\g<0> units", r"\g<0>/1", r"\g<0>。"),
@@ -113,19 +92,12 @@ EDITS = [
     (r"^(-?)0(\.\d+)$", r"\1\2"),
     (r"^-?\d+$", r"\g<0>.0", r"\\frac{\g<0>}{1}", r"\g<0>^{\\text{th}}", r"-(-\g<0>)"),
     (r"^-?\d+$", r"\g<0>\\pmod{1000}", r"\g<0> \\bmod 7", r"x \\equiv \g<0> (mod 9)"),
-    (
-        r"^-?\d{4,}$",
-        *(lambda m, c=c: f"{int(m[0]):,}".replace(",", c) for c in (",", "{,}", r"\,")),
-    ),
+    (r"^-?\d{4,}$", lambda m: f"{int(m[0]):,}", lambda m: f"{int(m[0]):,}".replace(",", "{,}")),
     (_FRACTION, r"\1\2/\3", r"\\frac{\1\2}{\3}", r"\1\2\\div \3", r"\1 \2 / \3", mixed),
     (_FRACTION, r"\1\\left(\\frac{\2}{\3}\\right)", r"\1\\frac{\g<2>0}{\g<3>0}"),
     (r"^(\d+\.?\d*)e(-?\d+)$", r"\1*10^\2", r"\1 \\times 10^{\2} \\text{ m}"),
     (r"^([^{}]*?) ?\\pm ?(.*)$", r"\1 - \2, \1 + \2", r"\1+\2 \\text{ and } \1-\2"),
-    (
-        r"^(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]$",
-        r"\1 \\le x \\le \2",
-        r"x \\in \\left[\1, \2\\right]",
-    ),
+    (r"^(?:[a-z] ?\\in ?)?\[([^,]+), ?([^,]+)\]$", r"\1 \\le x \\le \2"),
 ]
 
 
