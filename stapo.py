@@ -161,7 +161,7 @@ def clipped_loss(
     J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term
     J_it = (keep * J_it).masked_fill(keep == 0, 0.0)  # (B, T): times I
     if denominator is None:
-        denominator = keep.sum().clamp(min=1)
+        denominator = keep.sum() + (keep.sum() == 0)  # nothing kept: 0 / 1
     return -J_it.sum() / denominator
 
 
@@ -348,7 +348,7 @@ def update(
     sums = {"denominator": method.denominator(batch, keep), "not_finite": not_finite.sum()}
     sums = all_sum(sums)
     # FSDP averages gradients over ranks, so the denominator of all ranks is divided by world_size.
-    denominator = max(sums["denominator"], 1) / world_size()
+    denominator = (sums["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
     trained = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
     trained = trained.nonzero().flatten()  # (N,) rows
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "kl_sum", "clip_low", "clip_high"), 0.0)
@@ -494,7 +494,7 @@ class Method(NamedTuple):
 class Choice(NamedTuple):
     """A method's decision for a mini-batch (this rank's rows): which tokens are kept."""
 
-    keep: torch.Tensor  # (B, L): the paper's I, bool, or a weight for each token, float
+    keep: torch.Tensor  # (B, L): the paper's I, bool, or float weights (not for grpo)
     candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
 
 

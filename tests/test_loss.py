@@ -38,6 +38,19 @@ def test_padding_is_never_seen(garbage, method):
     assert all(map(torch.equal, *found))
 
 
+def test_weights_are_divided_by_their_sum():
+    logp, old_logp, advantages, entropy, mask = drawn()
+    weight = entropy * mask / entropy[mask].sum()
+    loss = clipped_loss(logp, old_logp, advantages, weight / 7)
+    torch.testing.assert_close(loss, clipped_loss(logp, old_logp, advantages, weight * 7))
+    rows = logp[mask][:, None], old_logp[mask][:, None], advantages[:, None].expand_as(mask)[mask]
+    each = [
+        clipped_loss(*(x[i : i + 1] for x in rows), mask[mask][:1, None])
+        for i in range(len(rows[0]))
+    ]
+    torch.testing.assert_close(loss, (torch.stack(each) * weight[mask]).sum())
+
+
 def test_nothing_kept_is_a_connected_zero():
     logp, old_logp, advantages, entropy, mask = drawn()
     logp.requires_grad_()
