@@ -16,16 +16,15 @@ Text of the model is never run as code. MAX_CHARS and Python's limit of recursio
 
 Right answers that are refused:
 - identities for integers or on one branch of a root only, and other names: C_1 for A;
-- other units, 1 m for 100 cm, and units that can be variables or numbers, "5 cm" or 5 ft 6 in;
-- AB^2 = 80 for 80, 2 3 for 6, \sqrt2 \approx 1.41 for \sqrt2, 12 \pmod 7 for 5, 0.333333 for 1/3,
-  and (0, 1] \cup [1, 2) for (0, 2);
+- other units, 1 m for 100 cm, and units that can be variables or numbers, "5 m" or 5 ft 6 in;
+- AB^2 = 80 for 80, 2 3 for 6, 12 \pmod 7 for 5, 0.333333 for 1/3, (0, 1] \cup [1, 2) for (0, 2);
 - answers that are compared as text: |-3|, \lfloor 5.5 \rfloor, 0.\overline{3}, 1:2:3, 5 million,
   2**3, sums, limits, integrals, set builders, piecewise functions, and synonyms;
 - numbers above about 10^300, unless they are computed from powers of at most MAX_BITS bits.
 Answers that are accepted although they differ:
 - units are dropped, not compared: 15 cm^3 counts for 15 cm^2, and \sin 30 for \sin 30^\circ;
 - a base or a modulus may be missing, 5 for 5_7 and 5 \pmod 7, because the question mentions it;
-- a row counts for a column, a list for a union, and y / x for \frac{dy}{dx};
+- a row counts for a column, a list for a union, 3 \approx 2 for 3, and y / x for \frac{dy}{dx};
 - two irrational numbers are equal within TOLERANCE, or if both are within 1e-12 of 0.
 """
 
@@ -81,9 +80,11 @@ _UNITS = rf"{_UNITS}(?:[\s/*]*{_UNITS})*"
 _AFTER_VALUE = r"(?<=[^\W_]|[.)}\]!%])"
 _NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # no factor follows: in 5 ft 6 in one does
 _WORDS = rf"(?<=[\d.)}}%])(\s+(?!(?:mod|{_FUNCTION_NAMES})\b)[A-Za-z]{{3,}}\b[A-Za-z\s/]*{_POWER}"
+_WORDS += rf"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|k?Pa|k[JN])\b(?:/[A-Za-z]+)?{_POWER}"
 _WORDS += r"|[\u4e00-\u9fff]+)\s*\Z"
 # Words stay in ⟦⟧, because the product of their letters makes east equal to seat.
-_ONLY_WORDS = r"\A(?=.*(?:[A-Za-z]{3}|\b[Nn]o\b))[A-Za-z\s,.'()⟦⟧-]+\Z"
+_NO_WORDS = rf"(?:{_FUNCTION_NAMES}|[A-Za-z]{{1,2}}(?<![Nn]o))"  # sin(x) is none
+_ONLY_WORDS = rf"\A(?!(?>{_NO_WORDS}\b|[\s(),.'-])+\Z)[A-Za-z\s,.'()⟦⟧-]+\Z"
 _SPELLING = r"\\(?:[A-Za-z]+|.)|[<>]=|[$&]|[^ -}]"
 _MATRIX = r"\s*\{(?:[pb]?matrix|array)\}"
 _ITEM = r"(?:(?!\\[{}])[^,;∨±])"
@@ -97,6 +98,8 @@ RULES = [
     (r"(?s)\\\\(?!.*(?<!\\)\\end)", r"\\", r"\\frac{1}{4}", r"\frac{1}{4}"),
     (r"(?<=\d)(?:\{,\}|,\s*\\[!,]|\\[,!; ]|\s)\s*(?=\d{3}(?!\d))", "", r"1{,}234\,567", "1234567"),
     (r"\\(?:left|right|[bB]igg?[lrm]?)~\s*\.?", "", r"\left(1, 2\right]", "(1, 2]"),
+    (r"(?<=[\d})i])\s*(?:\\approx~|≈)[^,;]*", "", r"2\pi \approx 6.3", r"2\pi"),
+    (r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b", "(-∞,∞)", r"\mathbb R", "(-∞,∞)"),
     (_SPELLING, lambda m: _SPELLINGS.get(m[0], m[0]), r"2 \cdot x²", "2 *  x^{2} "),
     (r"\.\s*\Z", "", "5 metres.", "5 metres"),
     (rf"\\begin{_MATRIX}(?:\s*\{{[lcr|\s]*\}})?", "((", r"\begin{array}{c} 1", "(( 1"),

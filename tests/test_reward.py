@@ -36,6 +36,7 @@ e^{i\pi} | -1
 0 | \sin \pi
 (5/2)! | \frac{15\sqrt\pi}{8}
 \sin(x) y | y \sin x
+\sin x | sin(x) | sin x
 3 | \log_2 8 | 3^{\text{rd}}
 \ln^{-1} 2 | 1/\ln 2
 \sin ^{2} \theta | 1 - \cos^2(\theta)
@@ -58,6 +59,9 @@ f(x)=x, f(x)=-x | f(x)=-x, f(x)=x
 m+n = 20+17 = 37 | 37
 \sin\theta = \frac{3}{5} | \frac35
 3.14 | AB \approx 3.14 | ≈ 3.14
+\sqrt2 | x = \sqrt{2} \approx 1.41 | \sqrt{2} \text{ m} \approx 1.41 \text{ m}
+5 | 5 cm | 5kg | 5 km/h
+\mathbb{R} | (-\infty,\infty) | x \in \mathbb R | \text{all real numbers}
 (1, 2) | \left( 1,2 \right)
 -(1, 2) | (-1, -2)
 3, 1, 2 | \{1, 2, 3\} | 1, 2, and 3
@@ -144,7 +148,7 @@ n = 100002 | n = 100003
 x^2 + y^2 = 10^{20} | x^2 + y^2 = 10^{20} + 1
 1000001 x + y = 1 | 1000002 x + y = 1
 y = e^x + 1000000 | y = e^x + 1000001
-36 \approx 37 | 37 | 36 \approx 38
+36 \approx 37 | 37
 x > 2 | x \ge 2
 x \ne 2 | x < 2
 [1,2] | 2x \in [1,2]
