@@ -245,6 +245,20 @@ def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
     assert ids[:2] != ids[2:] and ids == again
 
 
+def test_a_sampler_that_generate_would_cut_is_refused(tiny, tokenizer, monkeypatch):
+    """A processor that is neither a temperature nor top-p changes what is drawn."""
+    real = rollout.sampling_config
+
+    def with_top_k(*args):
+        config = real(*args)
+        config.top_k = 5
+        return config
+
+    monkeypatch.setattr(rollout, "sampling_config", with_top_k)
+    with pytest.raises(AssertionError, match="TopKLogitsWarper"):
+        next(sample(tiny, tokenizer, [[20]], max_new_tokens=2))
+
+
 @pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("family", [*WITH_SLOTS, *WITHOUT_SLOTS])
 def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeypatch):
