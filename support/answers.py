@@ -13,19 +13,7 @@ r"""Decide whether two mathematical answers are equal.
 6. Rounded answers: a number can count for a measured result with fewer digits.
 
 Text of the model is never run as code. MAX_CHARS and Python's limit of recursion bound the time.
-
-Right answers that are refused:
-- identities for integers or on one branch of a root only, and other names: C_1 for A;
-- other units, 1 m for 100 cm, and units that can be variables or numbers, "5 m" or 5 ft 6 in;
-- AB^2 = 80 for 80, 2 3 for 6, 12 \pmod 7 for 5, 0.333333 for 1/3, (0, 1] \cup [1, 2) for (0, 2);
-- answers that are compared as text: |-3|, \lfloor 5.5 \rfloor, 0.\overline{3}, 1:2:3, 5 million,
-  2**3, sums, limits, integrals, set builders, piecewise functions, and synonyms;
-- numbers above about 10^300, unless they are computed from powers of at most MAX_BITS bits.
-Answers that are accepted although they differ:
-- units are dropped, not compared: 15 cm^3 counts for 15 cm^2, and \sin 30 for \sin 30^\circ;
-- a base or a modulus may be missing, 5 for 5_7 and 5 \pmod 7, because the question mentions it;
-- a row counts for a column, a list for a union, 3 \approx 2 for 3, and y / x for \frac{dy}{dx};
-- two irrational numbers are equal within TOLERANCE, or if both are within 1e-12 of 0.
+docs/reference.md, "Limits", lists what is refused and accepted in error.
 """
 
 import cmath

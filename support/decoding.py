@@ -2,11 +2,6 @@
 
 A slot is a row of the cache. A slot whose response has ended takes the next prompt. No slot should
 be idle, because a decoding step takes the GPU's host as long for 3 rows as for 64.
-
-1. The cache: `SlotCache`, and which models it can hold.
-2. The loop: `decoding_loop`, with its two kinds of forward, `prefill` and `decode`.
-3. The draw of a token: `next_token`.
-4. The memory of a row on a GPU, and so the number of slots: `rows_that_fit`.
 """
 
 import functools
