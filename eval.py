@@ -183,8 +183,8 @@ def respond(
     every rank if a stop was asked for. Raises InputError, which mentions length_flag, on every rank
     if a response can outgrow the model.
     """
-    longest = max(distributed.all_list(max(prompts.values(), key=len, default=[])), key=len)
-    check_length(model.config, [longest], options["max_new_tokens"], length_flag)
+    longest = distributed.all_max(max(map(len, prompts.values()), default=0))
+    check_length(model.config, longest, options["max_new_tokens"], length_flag)
     keys, seeds = list(prompts), [mix_seed(seed, *key[:4]) for key in prompts]
     drawn = rollout.sample(model, tokenizer, list(prompts.values()), seed=seeds, **options)
     for ended in stop.together(drawn):

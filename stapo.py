@@ -824,8 +824,7 @@ class Config:
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"
     )
     threads: int = flag(0, "CPU threads of each rank (0: torch's choice)")
-    save_every: int = flag(20, "steps between checkpoints (0: only evaluations and the end)")
-    save_minutes: float = flag(30, "save if the last checkpoint is this old (0: never)")
+    save_every: int = flag(10, "steps between checkpoints (0: only evaluations and the end)")
     keep_last: int = flag(2, "number of checkpoints that are kept")
     log_samples: int = flag(8, "responses of each step in samples.jsonl, of those of rank 0")
     eval_every: int = flag(0, "steps between evaluations; the first is before step 1 (0: none)")
@@ -841,7 +840,7 @@ class Config:
 # moved. Other sizes of micro-batches and rollouts, and other threads, round differently. That can
 # change a sampled token. If a learning rate falls towards --steps, `steps` has no place here.
 CHANGEABLE = frozenset(
-    "model data reward steps save_every save_minutes keep_last eval_every eval_benchmarks "
+    "model data reward steps save_every keep_last eval_every eval_benchmarks "
     "eval_limit eval_samples log_samples rollout_batch_size tokens_per_micro_batch "
     "gradient_checkpointing threads".split()
 )
@@ -892,8 +891,8 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
         raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
     dropped = len(problems) - len(kept)
     progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
-    prompts = [problem["prompt_ids"] for problem in kept]
-    check_length(load_config(name), prompts, cfg.max_new_tokens, "--max_new_tokens")
+    longest = max(len(problem["prompt_ids"]) for problem in kept)
+    check_length(load_config(name), longest, cfg.max_new_tokens, "--max_new_tokens")
     rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
     return Task(tokenizer, kept, reward, suite, f"{len(kept)} problems, {fingerprint(rows)}")
 
@@ -969,7 +968,7 @@ def train(cfg: Config) -> None:
                     raise InputError(f"step {number}: three updates in a row were not finite")
             line = {"step": number, "lr": lr} | step_metrics(step, cfg.tau_p)
             run.end_step(line, step.samples[: cfg.log_samples])
-            progress.report_step(line, step.samples[0], cfg.steps, boxes=not cfg.reward)
+            progress.report_step(line, step.samples[0], cfg.steps)
             if run.save_is_due():
                 run.save(policy.model, optimizer, task.tokenizer)
             stop.leave_if_asked()

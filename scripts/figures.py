@@ -56,7 +56,7 @@ FIGURES = {
     },
 }
 INCIDENTAL = set(  # the seed, and what does not change what a run computes, except by rounding
-    "seed output resume versions steps save_every save_minutes keep_last log_samples threads "
+    "seed output resume versions steps save_every keep_last log_samples threads "
     "eval_every eval_benchmarks eval_limit eval_samples rollout_batch_size "
     "tokens_per_micro_batch gradient_checkpointing".split()
 )

@@ -30,16 +30,10 @@ def write_whole(file: Path, text: str) -> None:
     partial.replace(file)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        if not path.is_dir():  # some file systems cannot sync a folder
-            raise
-    finally:
-        os.close(handle)
+def sync(file: Path) -> None:
+    """Wait until a file is on the disk."""
+    with file.open("rb") as content:
+        os.fsync(content)
 
 
 def fingerprint(value: Any) -> str:

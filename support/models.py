@@ -82,15 +82,13 @@ def check_positions(name: str, model: Model) -> None:
             )
 
 
-def check_length(
-    config: PreTrainedConfig, prompts: list[list[int]], max_new_tokens: int, flag: str
-) -> None:
+def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int, flag: str) -> None:
     """Raise InputError, naming `flag`, if a response could outgrow the model's positions.
 
-    config: the model's. A config without a number of positions refuses nothing.
+    config: the model's; longest: the tokens of the longest prompt. A config without a number of
+    positions refuses nothing.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    longest = max(map(len, prompts), default=0)
     if positions and longest + max_new_tokens > positions:
         raise InputError(
             f"{flag} {max_new_tokens}: the longest prompt has {longest} tokens and the model "

@@ -12,7 +12,6 @@ from typing import TextIO
 
 import torch
 import transformers
-from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from support import distributed
@@ -60,12 +59,11 @@ def report_environment() -> None:
         log(line)
 
 
-def report_step(line: dict, sample: dict, total: int, boxes: bool) -> None:
+def report_step(line: dict, sample: dict, total: int) -> None:
     """Print a few metrics of a step and the time left, and in some steps a response.
 
-    line: the step's metrics; sample: a row of samples.jsonl; total: the steps of the run; boxes:
-    whether the reward reads the answer in a box. The time left is that of steps like this one,
-    without checkpoints and evaluations.
+    line: the step's metrics; sample: a row of samples.jsonl; total: the steps of the run. The time
+    left is that of steps like this one, without checkpoints and evaluations.
     """
     step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
     text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "
@@ -75,10 +73,6 @@ def report_step(line: dict, sample: dict, total: int, boxes: bool) -> None:
     # Steps 1, 2, 4, 8, ... and the last: a model changes most at the start of a run.
     if step & (step - 1) == 0 or step == total:
         say(response_in_words(sample, step))
-    nothing = line["accuracy"] == 0 and line["zero_advantage_fraction"] == 1
-    if step == 1 and boxes and nothing:
-        hint = "compare this form with the boxes in samples.jsonl"
-        log(f"step 1: no response is right; an answer in the data is {sample['gold']!r}: {hint}")
     check_sampler(line)
     if line["skipped_updates"]:
         log(f"step {step}: {line['skipped_updates']} updates were not finite, and were skipped")
@@ -153,6 +147,5 @@ def log(text: str) -> None:
 def quiet_libraries() -> None:
     """Turn off the bars of libraries that load and download, if stderr is a log file."""
     if rank() > 0 or not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
-        disable_progress_bars()  # downloads of huggingface_hub
+        transformers.utils.logging.disable_progress_bar()  # and those of huggingface_hub
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from support import distributed
-from support.distributed import all_max, barrier, on_rank_0, raised_on_all, rank
+from support.distributed import barrier, on_rank_0, raised_on_all, rank
 from support.errors import InputError
 from support.files import append_rows, read_lines, sync, write_whole
 from support.progress import log
@@ -86,7 +86,6 @@ class RunFolder:
         self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
         if flags["steps"] < self.step:
             raise InputError(f"--steps {flags['steps']}: {self.path} is at step {self.step}")
-        self.saved_at = time.monotonic()
 
     def find_checkpoint(self) -> Path | None:
         """Return the newest checkpoint of a resumed run. Rank 0 looks for all ranks."""
@@ -169,20 +168,18 @@ class RunFolder:
         return [row for _, row in read_lines(self.path / "metrics.jsonl")] if rank() == 0 else []
 
     def save_is_due(self) -> bool:
-        """Whether it is time for a checkpoint, by steps or by minutes. The same on every rank.
+        """Whether the last whole step needs a checkpoint.
 
         Every evaluation after step 0 needs a checkpoint before it, of the weights that it uses.
         """
-        late = 0 < self.flags["save_minutes"] <= (time.monotonic() - self.saved_at) / 60
-        late = all_max(int(late)) > 0
-        return late or any(is_due(self.step, self.flags[x]) for x in ("save_every", "eval_every"))
+        return any(is_due(self.step, self.flags[name]) for name in ("save_every", "eval_every"))
 
     def save(self, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:
         """Save the last whole step unless that is done. The newest --keep_last checkpoints stay."""
         if self.step > self.saved:
             folder = self.path / "checkpoints" / f"step_{self.step:06d}"
             save_checkpoint(folder, model, optimizer, tokenizer)
-            self.saved, self.saved_at = self.step, time.monotonic()
+            self.saved = self.step
             if rank() == 0:
                 for old in checkpoints(self.path)[: -self.flags["keep_last"]]:
                     # A half-deleted checkpoint must not look whole.
@@ -233,10 +230,9 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
     moments = get_optimizer_state_dict(model, optimizer)
     dcp.save(moments, checkpoint_id=partial / "trainer", **patiently())
     if rank() == 0:
-        for path in [*partial.rglob("*"), partial]:
-            sync(path)
+        for file in filter(Path.is_file, partial.rglob("*")):
+            sync(file)
         partial.rename(folder)
-        sync(folder.parent)
     barrier()
 
 

@@ -5,7 +5,6 @@ imported torch, transformers and datasets once.
 """
 
 import contextlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -14,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +21,7 @@ import torch
 import rollout
 import stapo
 from rollout import Response
-from support import distributed, run_folder
+from support import distributed
 from support.errors import InputError
 from support.stop import Stopped
 
@@ -215,22 +213,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ------------------------------------------------------- evaluations, and clocks that are not equal
-
-
-def train_with_clocks_apart(output: Path) -> None:
-    """Two steps with an evaluation before and after them, and a checkpoint an hour.
-
-    On the second rank an hour goes by whenever the clock is looked at.
-    """
-    if os.environ.get("RANK") == "1":
-        hours = itertools.count()
-        run_folder.time = types.SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
-    stapo.main(
-        f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 4
-        --mini_batch_size 2 --group_size 4 --max_new_tokens 16 --save_every 0 --save_minutes 60
-        --eval_every 2 --eval_benchmarks tests/tiny/test.jsonl --eval_limit 5 --eval_samples 3
-        --output {output}""".split()
-    )
 
 
 def resume_in_folders_apart(folder: Path) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -175,36 +174,22 @@ def test_samples_are_what_the_model_said(finished):
 # --------------------------------------------------------------------------- saving and stopping
 
 
-def test_checkpoints_by_time(tmp_path, monkeypatch):
-    """A step in 25 minutes and a checkpoint an hour: after steps 3 and 6 of seven, and at the end.
+def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
+    """The newest two stay, and what a user copied. Tied weights are in them once.
 
-    The newest two stay, and what a user copied. Tied weights are in them once. --threads reaches
-    torch.
+    --threads reaches torch.
     """
-    threads, due, now = [], [], [0.0]
+    threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    clock = types.SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(run_folder, "time", clock)
-    real = run_folder.RunFolder.save_is_due
-
-    def save_is_due(folder):
-        now[0] += 25 * 60
-        if real(folder):
-            due.append(folder.step)
-        return folder.step in due
-
-    monkeypatch.setattr(run_folder.RunFolder, "save_is_due", save_is_due)
-    run(tmp_path / "run", "--steps 7 --keep_last 2 --save_minutes 60 --threads 3")
-    assert threads[-1] == 3 and due == [3, 6]
-    again = shutil.copytree(tmp_path / "run", tmp_path / "again")
-    shutil.copytree(again / "checkpoints/step_000006", again / "checkpoints/step_000006_best")
-    stapo.main(f"--resume {again} --steps 8 --save_minutes 0".split())
-    assert due == [3, 6]  # 0 minutes: never
-    names = {path.name for path in (again / "checkpoints").iterdir()}
-    assert names == {"step_000006_best", "step_000007", "step_000008"}
+    run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2 --threads 3")
+    assert threads[-1] == 3
     folders = checkpoints(tmp_path / "run")
-    assert [step_of(folder) for folder in folders] == [6, 7]
+    assert [step_of(folder) for folder in folders] == [4, 5]
     assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size
+    shutil.copytree(folders[0], f"{folders[0]}_best")
+    stapo.main(f"--resume {tmp_path}/run --steps 7 --save_every 0".split())
+    names = {path.name for path in folders[0].parent.iterdir()}
+    assert names == {"step_000004_best", "step_000005", "step_000007"}
 
 
 def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
@@ -476,17 +461,6 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
         now[0] += 10
     said = [line for line in capsys.readouterr().err.split("\n") if line]
     assert [line.split(" after ")[0] for line in said] == ["scoring: 6 of 15", "scoring: 12 of 15"]
-
-
-@pytest.mark.parametrize(("equal", "hint"), [(1.0, True), (0.25, False)])
-def test_an_answer_is_shown_if_no_response_is_right(capsys, equal, hint):
-    """A reward of penalties alone has accuracy 0, too. It trains, because rewards differ."""
-    sample = {"problem": "1+1", "gold": "2", "response": "?", "reward": -0.3}
-    line = dict.fromkeys("accuracy entropy silenced_fraction skipped_updates".split(), 0.0)
-    line |= dict.fromkeys("sampling_z sampling_gap rollout_seconds update_seconds".split(), 0.0)
-    line |= {"step": 1, "response_length": 9.0, "zero_advantage_fraction": equal}
-    progress.report_step(line, sample, total=6, boxes=True)
-    assert ("no response is right" in capsys.readouterr().err) == hint
 
 
 @pytest.mark.parametrize(

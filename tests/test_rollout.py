@@ -123,11 +123,11 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
 
 
 def test_responses_fit_in_the_positions():
-    config, prompts = transformers.LlamaConfig(max_position_embeddings=64), [[5] * 24, [5] * 7]
-    models.check_length(config, prompts, 40, "")
-    models.check_length(transformers.MambaConfig(), prompts, 10**6, "")  # has no such number
+    config = transformers.LlamaConfig(max_position_embeddings=64)
+    models.check_length(config, 24, 40, "")
+    models.check_length(transformers.MambaConfig(), 24, 10**6, "")  # has no such number
     with pytest.raises(InputError, match=r"--max_new_tokens 41: .* 24 .* 64 .* at most 40 fit"):
-        models.check_length(config, prompts, 41, "--max_new_tokens")
+        models.check_length(config, 24, 41, "--max_new_tokens")
 
 
 def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
