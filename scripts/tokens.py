@@ -39,7 +39,7 @@ Tokens = dict[str, Tensor]  # all tokens of responses with A > 0, response after
 
 def parse(argv: list[str] | None) -> stapo.Config:
     """Read the command line. Flags that it does not give come from RUN. Raises InputError."""
-    parser = Parser(stapo.Config, __doc__.split("\n")[0])
+    parser = Parser(stapo.Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run, or a checkpoint of a run")
     given, path = parser.given(argv), parser.parse_args(argv).run
     held, output = {}, ""

@@ -23,16 +23,12 @@ def flag(default: Any, text: str) -> Any:
 class Parser(HfArgumentParser):
     """A parser that reads @file like a command line, with quotes and comments."""
 
-    def __init__(self, config: type, description: str):
-        super().__init__(config, description=description, fromfile_prefix_chars="@")
-        self.names = [each.name for each in fields(config)]
-
     def given(self, argv: list[str] | None = None) -> dict[str, Any]:
         """Return the flags that a command line gives, without the defaults of other flags."""
+        names = [each.name for each in fields(self.dataclass_types[0])]
         # A flag that is not given keeps the value that the namespace has before parsing.
-        blank = argparse.Namespace(**dict.fromkeys(self.names, MISSING))
-        parsed = vars(self.parse_args(argv, blank))
-        return {name: parsed[name] for name in self.names if parsed[name] is not MISSING}
+        parsed = vars(self.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, MISSING))))
+        return {name: parsed[name] for name in names if parsed[name] is not MISSING}
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         return shlex.split(arg_line, comments=True)
@@ -52,7 +48,8 @@ def parse_flags(
     """
 
     def read() -> Any:
-        given = Parser(config, description).given(argv)
+        parser = Parser(config, description=description, fromfile_prefix_chars="@")
+        given = parser.given(argv)
         if not given.get("resume"):
             return config(**given)
         stored = asdict(config(**flags_of_run(config, Path(given["resume"]))))

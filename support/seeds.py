@@ -16,9 +16,9 @@ def generator(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(mix_seed(*parts))
 
 
-def signed(constant: int) -> int:
-    """An unsigned 64-bit constant as the signed number with the same bits, for torch.long."""
-    return constant - 2**64 if constant >= 2**63 else constant
+# The constants of SplitMix64's authors. Minus 2^64: torch.long is signed, and has the same bits.
+STEP = 0x9E3779B97F4A7C15 - 2**64
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def shifted_right(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -29,12 +29,12 @@ def shifted_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """A random number in [0, 1), float64, for each seed and position (long, shapes that broadcast).
 
-    SplitMix64, with its authors' constants: number `position` of the sequence that `seed` starts.
+    SplitMix64: number `position` of the sequence that `seed` starts.
     torch's 64-bit integers wrap around, which the algorithm needs. A response has the same numbers
     in every batch, slot and rank.
     """
-    x = seed + position * signed(0x9E3779B97F4A7C15)
-    x = (x ^ shifted_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shifted_right(x, 27)) * signed(0x94D049BB133111EB)
+    x = seed + position * STEP
+    x = (x ^ shifted_right(x, 30)) * MIX_1
+    x = (x ^ shifted_right(x, 27)) * MIX_2
     x = x ^ shifted_right(x, 31)
     return shifted_right(x, 11).double() / 2**53  # 53 bits: what a float64 holds exactly
