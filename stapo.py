@@ -418,7 +418,8 @@ def collect(
     # lower `accuracy`, too.
     texts = [response.text for response in responses]
     rewards = torch.tensor(reward_all(task.reward, texts, problems), dtype=torch.float64)  # (B,)
-    advantages = group_advantages(rewards.float().view(-1, cfg.group_size)).flatten()  # (B,)
+    groups = rewards.float().view(-1, cfg.group_size)  # (P, G)
+    advantages = METHODS[cfg.method].advantages(groups).flatten()  # (B,)
     ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
     old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
     ref_logp = None
@@ -489,6 +490,7 @@ class Method(NamedTuple):
     denominator: Callable[[Batch, torch.Tensor], torch.Tensor]  # this rank's part of it, from I
     loss: Callable[[Batch, torch.Tensor, torch.Tensor, float, Config], tuple]  # of a micro-batch
     kl: bool = False  # a KL term to the reference policy, weighted by --beta
+    advantages: Callable[[torch.Tensor], torch.Tensor] = group_advantages  # from rewards (P, G)
 
 
 class Choice(NamedTuple):
@@ -802,9 +804,7 @@ class Config:
     )
     eps_low: float = flag(0.2, "clip the ratio at 1 - eps_low")
     eps_high: float = flag(0.28, "clip the ratio at 1 + eps_high (grpo: 1 + eps_low)")
-    beta: float = flag(
-        0.04, "grpo: weight of the KL to the reference policy (DeepSeekMath's value)"
-    )
+    beta: float = flag(0.04, "grpo: weight of the KL to the reference policy (DeepSeekMath's)")
     # one step: responses to a batch of prompts, then an optimiser step for each mini-batch
     steps: int = flag(80, "batches of prompts to train on (paper: 3,000 and more)")
     batch_size: int = flag(32, "prompts in a step (paper: 256)")

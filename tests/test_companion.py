@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, TINY, example
+from helpers import ROOT, TINY, example, read_rows, run
 from ranks import launch
 from reference import drawn, row_stats
 
@@ -96,6 +96,19 @@ def test_a_mask_of_ones_own(tmp_path, monkeypatch):
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert 3 < line["silenced"] < line["candidates"] - 3
     assert line["skipped_updates"] == 0
+
+
+def test_an_advantage_of_ones_own(tmp_path, monkeypatch):
+    text = (ROOT / "docs/using-the-loss.md").read_text()
+    function = eval(re.search(r"`advantages=(lambda .*)`", text)[1])
+    own = stapo.METHODS["stapo"]._replace(advantages=function)
+    monkeypatch.setattr(stapo, "METHODS", {"own": own})
+    run(tmp_path / "run", "--method own --steps 1 --group_size 8 --log_samples 32")
+    rows = read_rows(tmp_path / "run" / "samples.jsonl")
+    for group in (rows[i : i + 8] for i in range(0, 32, 8)):
+        mean = sum(row["reward"] for row in group) / 8
+        assert [row["advantage"] for row in group] == [row["reward"] - mean for row in group]
+    assert max(row["advantage"] for row in rows) > 0
 
 
 def test_sampler_example(capsys):
