@@ -10,7 +10,7 @@ import runs
 
 import stapo
 from support.flags import parse_flags
-from support.head import HEAD_CHUNKS
+from support.head import HEAD_CHUNK
 
 
 class Shape(NamedTuple):
@@ -57,8 +57,9 @@ def update_bytes(shape: Shape, gpus: int, micro_tokens: int) -> float:
     states = 16 * whole / gpus  # float32 shards of weights, gradients and AdamW's moments
     gathered = 2 * (whole - shape.layers * layer)  # embedding and head in bfloat16
     inputs = 2 * shape.layers * shape.hidden * micro_tokens  # checkpointing keeps them
-    # the head's gradient and, beside it, a chunk of logits; the last states and their gradient
-    chunk = max(6 * HEAD_CHUNKS["cuda"][2], 2 * shape.hidden)
+    # the head's gradient and, beside it, a chunk of logits and its softmax; the last states and
+    # their gradient
+    chunk = max(8 * HEAD_CHUNK["cuda"], 2 * shape.hidden)
     head = WORDS * (4 * shape.hidden + chunk) + 4 * micro_tokens * shape.hidden
     # What a layer saves for its backward, for each token: norms, queries, keys, values, MLP. Two
     # layers gathered; one layer's gradient in bfloat16 and, to be reduced, in float32.

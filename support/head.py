@@ -20,11 +20,9 @@ class TokenStats(NamedTuple):
     entropy: torch.Tensor | None  # H in nats, of the distribution that y was drawn from
 
 
-# The number of tokens whose logits exist at once in the forward, whose softmax exists at once, and
-# whose logits exist at once in the backward. Large chunks launch fewer kernels, which matters on a
-# GPU. There each chunk of the backward reads and writes the whole gradient of the weight. The
-# logits of small chunks stay in a CPU's caches.
-HEAD_CHUNKS = {"cpu": (256, 32, 256), "cuda": (384, 128, 1536)}
+# The number of tokens whose logits exist at once. Large chunks launch fewer kernels, which matters
+# on a GPU. There each chunk of the backward reads and writes the whole gradient of the weight.
+HEAD_CHUNK = {"cpu": 256, "cuda": 1024}
 
 
 class HeadStats(torch.autograd.Function):
@@ -43,23 +41,18 @@ class HeadStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, logp_only):
-        chunk, part, ctx.chunk = HEAD_CHUNKS[hidden.device.type]
+        ctx.chunk = HEAD_CHUNK[hidden.device.type]
         empty = hidden.new_empty(len(targets), dtype=torch.float32)
         logp, entropy, lse = (torch.empty_like(empty) for _ in range(3))
-        for i in range(0, len(targets), chunk):
-            logits = float32_logits(hidden[i : i + chunk], weight)  # (C, V) float32
-            # few rows at a time: pi is then a small second buffer beside the logits
-            for j, block in enumerate(logits.split(part)):
-                rows = slice(i + j * part, i + j * part + len(block))
-                lse[rows] = block.logsumexp(-1)
-                chosen = block.gather(1, targets[rows, None]).squeeze(1)
-                logp[rows] = chosen - lse[rows]
-                if not logp_only:
-                    block -= lse[rows, None]  # ln pi
-                    probs = block.exp()  # pi
-                    entropy[rows] = -torch.linalg.vecdot(probs, block)  # H = -sum_v pi ln pi
-                    del probs
-            del logits, block  # before the next chunk's exist
+        for i in range(0, len(targets), ctx.chunk):
+            rows = slice(i, i + ctx.chunk)
+            logits = float32_logits(hidden[rows], weight)  # (C, V) float32
+            lse[rows] = logits.logsumexp(-1)
+            logp[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - lse[rows]
+            if not logp_only:
+                logits -= lse[rows, None]  # ln pi
+                entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)  # H = -sum_v pi ln pi
+            del logits  # before the next chunk's exist
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.set_materialize_grads(False)  # the gradient of an output that is not used is None
         return logp, None if logp_only else entropy
@@ -109,8 +102,6 @@ class Float32Head(torch.nn.Linear):
     """A model's output layer with float32 logits, the same as in HeadStats."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.dtype == torch.float32:
-            return super().forward(hidden)
         logits = float32_logits(hidden.flatten(0, -2), self.weight).unflatten(0, hidden.shape[:-1])
         return logits if self.bias is None else logits + self.bias
 

@@ -6,6 +6,7 @@ more than a minute then prints a line each minute. Only rank 0 prints.
 
 import contextlib
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from typing import TextIO
@@ -49,12 +50,12 @@ def track(items: list, name: str) -> Iterator:
 
 
 def report_environment() -> None:
-    """Print the number of ranks and their device, and the versions of the packages."""
+    """Print the number of ranks and their device, and the versions of Python and the packages."""
     device = f"CPU (threads: {torch.get_num_threads()})"
     if distributed.device().type == "cuda":
         device = torch.cuda.get_device_name()
     versions = ", ".join(f"{name} {version}" for name, version in installed().items())
-    log(f"{distributed.world_size()} x {device}; {versions}")
+    log(f"{distributed.world_size()} x {device}; Python {platform.python_version()}, {versions}")
     for line in outside_the_bounds():
         log(line)
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from support import distributed
 from support.distributed import barrier, on_rank_0, raised_on_all, rank
@@ -223,7 +222,6 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
         head = model.get_output_embeddings()
         if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
             weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
-        disable_progress_bar()  # transformers': one for each checkpoint would stay
         model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
     barrier()  # the folder exists; the others wait here, however long rank 0 writes

@@ -1,10 +1,8 @@
 """Stopping: signals set a flag, and the program looks at it where nothing is lost."""
 
 import contextlib
-import math
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,28 +23,26 @@ class StopSignal:
     """A flag that Ctrl-C, SIGTERM and SIGHUP (a lost terminal) set.
 
     The program looks at the flag at moments when it can stop without a loss. Launchers repeat
-    signals within moments, so a second one means the same. A Ctrl-C more than two seconds after the
-    first signal ends the program at once.
+    signals within moments, so a second one means the same. SIGQUIT (Ctrl and a backslash) ends the
+    program at once.
     """
 
-    asked, asked_at = False, math.inf  # whether, and the time of the first signal
+    asked = False
 
     def listen(self) -> None:
         """Begin to answer the signals. No stop is asked for yet."""
-        self.asked, self.asked_at = False, math.inf
+        self.asked = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
                 signal.signal(number, self.ask)
 
-    def ask(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and time.monotonic() - self.asked_at > 2:
-            raise KeyboardInterrupt
+    def ask(self, _number: int, _frame: Any) -> None:
         if not self.asked:
-            self.asked, self.asked_at = True, time.monotonic()
+            self.asked = True
             if rank() == 0:
                 # print fails if the signal arrives during another write to the same stream.
                 with contextlib.suppress(OSError):  # a closed pipe
-                    os.write(2, b"\nstopping: what is whole is kept (Ctrl-C again: at once)\n")
+                    os.write(2, b"\nstopping: what is whole is kept (Ctrl-\\: at once)\n")
 
     def leave_if_asked(self) -> None:
         """Raise Stopped on every rank if any rank was asked to stop. Every rank must call this."""

@@ -221,18 +221,13 @@ def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
     assert (made[after] == tokenizer.pad_token_id).all()
 
 
-def test_repeated_signals_are_one_wish_and_a_later_ctrl_c_stops_at_once(monkeypatch):
-    stop, now = stopping.stop, [100.0]
+def test_repeated_signals_are_one_wish():
+    stop = stopping.stop
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     stop.listen()
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
         os.kill(os.getpid(), number)
         assert stop.asked
-    now[0] += 3
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     stop.listen()
     os.kill(os.getpid(), signal.SIGHUP)
@@ -444,7 +439,7 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     run(tmp_path / "run")
     out, said = capsys.readouterr()
     first, *steps = said.split("\n")
-    assert first.startswith("1 x CPU (threads: 1); torch ")
+    assert first.startswith("1 x CPU (threads: 1); Python 3.")
     assert f"transformers {versions.installed()['transformers']}, " in first
     for step, line in enumerate(steps[:-1], start=1):
         assert re.fullmatch(rf"step {step} of 2: .* s, about \d\d:\d\d left", line)

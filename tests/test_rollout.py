@@ -28,12 +28,12 @@ ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
-@pytest.mark.parametrize("tokens, chunks", [(50, (7, 3, 7)), (50, None), (0, None)])
+@pytest.mark.parametrize("tokens, chunk", [(50, 7), (50, None), (0, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_in_chunks_is_the_head(tokens, chunks, dtype, device, monkeypatch):
+def test_head_in_chunks_is_the_head(tokens, chunk, dtype, device, monkeypatch):
     """Values and gradients; None: the sizes that suit the device."""
-    if chunks:
-        monkeypatch.setitem(head.HEAD_CHUNKS, device, chunks)
+    if chunk:
+        monkeypatch.setitem(head.HEAD_CHUNK, device, chunk)
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, 24, generator=g).to(device, dtype).requires_grad_()
     weight = torch.randn(311, 24, generator=g).to(device, dtype).requires_grad_()
