@@ -513,7 +513,7 @@ def run(cfg: EvalConfig) -> None:
         write_whole(folder / "table.md", text)
         document = {"flags": asdict(cfg), "scores": scores}
         write_whole(folder / "scores.json", json.dumps(document, indent=2) + "\n")
-        print(f"\n{text}")
+        progress.say(f"\n{text}")
 
 
 def main(argv: list[str] | None = None) -> None:

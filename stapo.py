@@ -108,8 +108,8 @@ def stapo_loss(
 
     Use it in a training loop of your own that sees a whole mini-batch in one call. The training of
     this file calls the same two functions: spurious_mask once for a mini-batch, and clipped_loss
-    for each of its micro-batches. tau_h can equal the entropy of one candidate. A second pass
-    rounds differently, so it could decide otherwise about that candidate.
+    for each of its micro-batches. A micro-batch must not decide again which tokens are silenced:
+    its forward rounds differently, and tau_h can equal the entropy of one candidate.
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
     vocabulary). old_logp (B, T) float32: ln pi_old of the same tokens. advantages (B,) float32.
@@ -152,16 +152,16 @@ def clipped_loss(
     is the objective of DAPO and JustRL (Sec. 2.3).
     denominator is sum I; None takes the kept tokens of this call. (20-Entropy divides by all
     tokens, the dropped ones included.) A micro-batch needs the denominator of its whole mini-batch.
-    FSDP averages gradients over ranks: pass that of all ranks, divided by the world size.
+    FSDP averages gradients over ranks: pass the denominator of all ranks / the number of ranks.
     """
-    check_shapes(advantages, keep > 0 if keep.is_floating_point() else keep, logp, old_logp)
+    check_shapes(advantages, keep != 0, logp, old_logp)
     log_rho = (logp - old_logp.detach()).masked_fill(keep == 0, 0.0)  # (B, T): exp can overflow
     rho = log_rho.exp()  # (B, T)
     A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
     J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term
     J_it = (keep * J_it).masked_fill(keep == 0, 0.0)  # (B, T): times I
     if denominator is None:
-        denominator = keep.sum() + (keep.sum() == 0)  # nothing kept: 0 / 1
+        denominator = torch.where(keep.any(), keep.sum(), 1)  # nothing kept: 0 / 1
     return -J_it.sum() / denominator
 
 
@@ -309,9 +309,10 @@ def train_step(
         stats = mini_batch.old  # (B, L) each
         if updates:
             stats = logp_and_entropy(policy, mini_batch, method.reads, cfg.tokens_per_micro_batch)
-        choices += [method.choose(mini_batch, stats, cfg)]
+        choice = method.choose(mini_batch, stats, cfg)
         # 3. One AdamW step up the gradient of J.
-        updates += [update(policy, optimizer, mini_batch, stats, choices[-1].keep, method, cfg)]
+        updates += [update(policy, optimizer, mini_batch, stats, choice.keep, method, cfg)]
+        choices += [choice]
     return Step(batch, samples, choices, updates, began, collected, ended=time.monotonic())
 
 
@@ -349,8 +350,8 @@ def update(
     sums = all_sum(sums)
     # FSDP averages gradients over ranks, so the denominator of all ranks is divided by world_size.
     denominator = (sums["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
-    trained = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
-    trained = trained.nonzero().flatten()  # (N,) rows
+    has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
+    trained = has_gradient.nonzero().flatten()  # (N,) rows
     local = dict.fromkeys(("loss", "tokens", "ratio_sum", "kl_sum", "clip_low", "clip_high"), 0.0)
     policy.train()
     optimizer.zero_grad()
@@ -838,7 +839,7 @@ class Config:
 
 # Flags that may be given anew when a run is resumed. The first three name contents that may have
 # moved. Other sizes of micro-batches and rollouts, and other threads, round differently. That can
-# change a sampled token. If a learning rate falls towards --steps, `steps` has no place here.
+# change a sampled token. A learning rate that falls towards --steps would forbid `steps` here.
 CHANGEABLE = frozenset(
     "model data reward steps save_every keep_last eval_every eval_benchmarks "
     "eval_limit eval_samples log_samples rollout_batch_size tokens_per_micro_batch "
@@ -857,9 +858,8 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
-    need("eps_low", 0 <= cfg.eps_low < 1, "the ratio is clipped at 1 - eps_low")
     need("eps_high", 0 <= cfg.eps_high < 1, "the ratio is clipped at 1 + eps_high")
-    for name in ("batch_size", "mini_batch_size", "max_new_tokens", "rollout_batch_size"):
+    for name in "batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last".split():
         need(name, getattr(cfg, name) >= 1, "must be at least 1")
     fits = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", fits, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
