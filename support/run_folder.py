@@ -3,7 +3,6 @@
 import fcntl
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import distributed
-from support.distributed import barrier, on_rank_0, raised_on_all, rank
+from support.distributed import all_max, barrier, on_rank_0, rank
 from support.errors import InputError
 from support.files import append_rows, read_lines, sync, write_whole
 from support.progress import log
@@ -41,12 +40,11 @@ def claim(folder: Path) -> None:
     Raises InputError on every rank if another process works in the directory, and if a rank sees
     another directory than rank 0: a checkpoint would lack that rank's part.
     """
-    file = folder / ".lock"
 
-    def lock() -> str:
+    def lock() -> Path:
         global lock_file
         folder.mkdir(parents=True, exist_ok=True)
-        lock_file = file.open("a", encoding="utf-8")  # closes an earlier one
+        lock_file = (folder / ".lock").open("a")  # closes an earlier one
         try:  # lockf: a process that is forked from this one and outlives it does not keep the lock
             fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -54,19 +52,17 @@ def claim(folder: Path) -> None:
             raise InputError(f"--output {folder}: {what}") from None
         except OSError as error:
             log(f"{folder}: no locks here ({error}); start no second process in this directory")
-        mark = f"process {os.getpid()}, {time.monotonic()}"
-        lock_file.truncate(0)
-        lock_file.write(mark)
-        lock_file.flush()
-        os.fsync(lock_file.fileno())  # so that other hosts see it
+        mark = folder / f".{time.time_ns()}"
+        mark.touch()
         return mark
 
     mark = on_rank_0(lock)
-    with raised_on_all():
-        # Rank 0 does not read the file: closing it would release the lock.
-        if rank() > 0 and (not file.exists() or file.read_text("utf-8") != mark):
-            hint = "put it on a file system that all hosts share"
-            raise InputError(f"--output {folder}: ranks see different directories; {hint}")
+    unseen = all_max(int(not mark.exists()))
+    if rank() == 0:
+        mark.unlink()
+    if unseen:
+        hint = "put it on a file system that all hosts share"
+        raise InputError(f"--output {folder}: ranks see different directories; {hint}")
 
 
 class RunFolder:
