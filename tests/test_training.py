@@ -383,6 +383,7 @@ def missing(response, row):
         ("--q 1.5", "--q 1.5"),
         ("--group_size 1", "--group_size 1"),
         ("--max_new_tokens 0", "--max_new_tokens 0"),
+        ("--keep_last -1", "--keep_last -1"),  # which would delete every checkpoint
         ("--batch_size 5", "--batch_size 5: not a multiple of --mini_batch_size 2"),
         ("--max_prompt_tokens 1", "--max_prompt_tokens 1"),
         ("--model no/such/model", "no/such/model: no tokenizer"),
