@@ -240,7 +240,9 @@ def grade(journal: Journal, problems: dict[Key, dict], reward: Reward) -> dict[K
     """
     share = sorted(problems)[rank() :: world_size()]
     rewards = reward_all(reward, journal.responses(share), [problems[key] for key in share])
-    journal.merge({key: {"correct": value > 0} for key, value in zip(share, rewards)})
+    for key, value in zip(share, rewards, strict=True):
+        journal.add(key, {"correct": value > 0})
+    journal.merge()
     return {key: journal.rows[key] for key in problems}
 
 

@@ -858,7 +858,6 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
-    need("eps_high", 0 <= cfg.eps_high < 1, "the ratio is clipped at 1 + eps_high")
     for name in "batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last".split():
         need(name, getattr(cfg, name) >= 1, "must be at least 1")
     fits = cfg.batch_size % cfg.mini_batch_size == 0

@@ -107,13 +107,11 @@ class Float32Head(torch.nn.Linear):
 
 
 def use_float32_head(model: Model) -> Model:
-    """Replace a model's output layer with a Float32Head; weights and their names stay.
+    """Make a model's output layer a Float32Head; weights and their names stay.
 
     A scale or a soft cap of the model is applied to the float32 logits. Returns the model.
     """
-    old = model.get_output_embeddings()
-    if type(old) is torch.nn.Linear:
-        head = Float32Head(old.in_features, old.out_features, bias=False, device="meta")
-        head.weight, head.bias = old.weight, old.bias
-        model.set_output_embeddings(head)
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear:
+        head.__class__ = Float32Head
     return model

@@ -44,7 +44,7 @@ class Journal:
         self.merge()
 
     def add(self, key: Key, row: dict) -> None:
-        """Write a row. The next merge puts it into `rows`, where it replaces an older one."""
+        """Write columns of a row. The next merge puts them into `rows`, beside older columns."""
         file = self.path.with_suffix(f".rank{rank()}.jsonl") if rank() else self.path
         append_rows(file, [key._asdict() | row])
 
@@ -60,32 +60,26 @@ class Journal:
                 if key_of(row) in wanted:
                     yield row["response"]
 
-    def merge(self, changes: dict[Key, dict] | None = None) -> None:
-        """Merge the files of all ranks into one and read it. Every rank must call this.
+    def merge(self) -> None:
+        """Merge the files of all ranks into one and read it. Every rank must call this."""
+        distributed.barrier()  # every rank has written its rows
+        self.rows = distributed.on_rank_0(self.merged)
 
-        changes: {key: columns} that this rank puts into rows.
-        """
-        parts = distributed.all_list(changes or {})  # a barrier: every rank has written its rows
-        changes = {key: columns for part in parts for key, columns in part.items()}
-        self.rows = distributed.broadcast(self.merged(changes) if rank() == 0 else None)
-
-    def merged(self, changes: dict[Key, dict]) -> dict[Key, dict]:
+    def merged(self) -> dict[Key, dict]:
         """Write the rows of all files to one file, sorted and without torn lines; return them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         others = self.path.parent.glob(f"{self.path.stem}.rank*.jsonl")
         # A copy of yours, such as samples.rank1.old.jsonl, is none of them.
         others = [file for file in others if file.stem.rpartition(".rank")[2].isdigit()]
         rows: dict[Key, dict] = {}
-        lines: dict[Key, str] = {}
         for file in [self.path, *others]:
             for _, row in read_lines(file):
-                key = key_of(row)
-                row |= changes.get(key, {})
-                lines[key] = json.dumps(row, ensure_ascii=False) + "\n"
-                if "response" in row:
-                    row["response"] = row["response"].strip()[-TAIL:]
-                rows[key] = row
-        write_whole(self.path, "".join(lines[key] for key in sorted(lines)))
+                rows.setdefault(key_of(row), {}).update(row)
+        lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
+        write_whole(self.path, "".join(lines))
         for file in others:
             file.unlink()
+        for row in rows.values():
+            if "response" in row:
+                row["response"] = row["response"].strip()[-TAIL:]
         return rows
