@@ -1,6 +1,5 @@
 """Problems and their right answers, from the Hub or a file, in the layouts of usual data sets."""
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,7 @@ def load_problems(
     refuse_mixed_types(source, rows)
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer = 0
-    # By the thousand, which is far faster than row by row.
-    chunks = (zip(*chunk.values()) for chunk in rows.iter(1000))  # chunk: {column: values}
-    for number, values in enumerate(itertools.chain.from_iterable(chunks), start=1):
-        row = dict(zip(rows.column_names, values))
+    for number, row in enumerate(rows, start=1):
         problem, answer = read_row(row)
         what = "" if problem else "problem that is text, or a chat of user and assistant alone"
         if answer is None and not whole_rows:
