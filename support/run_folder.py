@@ -177,9 +177,7 @@ class RunFolder:
             self.saved = self.step
             if rank() == 0:
                 for old in checkpoints(self.path)[: -self.flags["keep_last"]]:
-                    # A half-deleted checkpoint must not look whole.
-                    half = old.rename(old.with_suffix(".partial"))
-                    shutil.rmtree(half, ignore_errors=True)
+                    shutil.rmtree(old, ignore_errors=True)
 
 
 def is_due(step: int, every: int) -> bool:
