@@ -127,10 +127,8 @@ def world_size() -> int:
 
 def all_sum(values: dict[str, Any]) -> dict[str, float]:
     """Sums over ranks of numbers or 0-dim tensors, in float64, which keeps counts exact."""
-    sums = torch.tensor([float(value) for value in values.values()], dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(sums, group=patient)
-    return dict(zip(values, sums.tolist(), strict=True))
+    ranks = all_list({name: float(value) for name, value in values.items()})
+    return {name: sum(each[name] for each in ranks) for name in values}
 
 
 def all_max(value: int) -> int:

@@ -108,7 +108,7 @@ class RunFolder:
         """
         file = self.path / "config.json"
 
-        def write() -> None:
+        def write() -> int:
             stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
             began, now = stored.get("data_fingerprint"), more["data_fingerprint"]
             if began and now != began:
@@ -123,10 +123,9 @@ class RunFolder:
                 match = re.fullmatch(r"step_(\d{6,})(\.rank\d+)?\.jsonl", file_of_step.name)
                 if match and int(match[1]) > self.step:
                     file_of_step.unlink()
+            return max((line["step"] for line in self.lines() if "eval" in line), default=-1)
 
-        on_rank_0(write)
-        evaluated = [line["step"] for line in self.lines() if line.get("eval")]
-        self.evaluated_step = on_rank_0(lambda: max(evaluated, default=-1))
+        self.evaluated_step = on_rank_0(write)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add lines to a .jsonl file, on the disk.

@@ -15,9 +15,6 @@ class Stopped(SystemExit):
     No `except Exception` catches it.
     """
 
-    def __init__(self) -> None:
-        super().__init__(130)
-
 
 class StopSignal:
     """A flag that Ctrl-C, SIGTERM and SIGHUP (a lost terminal) set.
@@ -47,7 +44,7 @@ class StopSignal:
     def leave_if_asked(self) -> None:
         """Raise Stopped on every rank if any rank was asked to stop. Every rank must call this."""
         if all_max(int(self.asked)) > 0:
-            raise Stopped
+            raise Stopped(130)
 
     def together(self, work: Iterator) -> Iterator:
         """Iterate over `work` until a stop is asked for. Then raise Stopped on every rank.
