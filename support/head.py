@@ -42,8 +42,7 @@ class HeadStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, logp_only):
         ctx.chunk = HEAD_CHUNK[hidden.device.type]
-        empty = hidden.new_empty(len(targets), dtype=torch.float32)
-        logp, entropy, lse = (torch.empty_like(empty) for _ in range(3))
+        logp, entropy, lse = (torch.empty_like(targets, dtype=torch.float32) for _ in range(3))
         for i in range(0, len(targets), ctx.chunk):
             rows = slice(i, i + ctx.chunk)
             logits = float32_logits(hidden[rows], weight)  # (C, V) float32
@@ -83,9 +82,7 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Rounded to bfloat16, p would be on the wrong side of tau_p = 0.002 for some tokens.
     """
-    if hidden.dtype == torch.float32:
-        return hidden @ weight.T
-    if hidden.is_cuda:
+    if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return hidden.float() @ weight.T.float()
 

@@ -35,21 +35,14 @@ def load_model(
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
     check_positions(name, model)
-    return prepared(model).to(device).eval()
+    return use_float32_head(fuse_norms(model)).to(device).eval()
 
 
 def empty_model(config: PreTrainedConfig) -> Model:
     """The same model in float32 on "meta", without memory for its weights."""
     with torch.device("meta"):
-        return prepared(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-
-
-def prepared(model: Model) -> Model:
-    """A model whose RMSNorms are one kernel each, and whose logits are a float32 product.
-
-    In float32 its numbers are the same. Weights and their names stay.
-    """
-    return use_float32_head(fuse_norms(model))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return use_float32_head(fuse_norms(model))
 
 
 def load_config(name: str) -> PreTrainedConfig:

@@ -210,7 +210,6 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
     if rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         head = model.get_output_embeddings()
         if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
