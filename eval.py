@@ -493,8 +493,8 @@ def run(cfg: EvalConfig) -> None:
     if distributed.on_rank_0((folder / "config.json").exists):
         raise InputError(f"--output {folder}: holds a run or a model; name another directory")
     claim(folder)
-    weights = distributed.on_rank_0(lambda: weights_of(cfg.model))
     model, tokenizer = load(cfg.model, cfg.chat_template)
+    weights = distributed.on_rank_0(lambda: weights_of(cfg.model))
     problems = problems_by_key(suite, decodings, tokenizer, cfg, weights)
     journal = Journal(folder / "samples.jsonl")
     stop.listen()

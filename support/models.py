@@ -119,9 +119,8 @@ def weights_of(name: str) -> str:
     """Identify a model's files: other weights under the same name give another text.
 
     For a folder it is a hash of its files, so a copy of the folder has the same one. For a Hub id
-    it is the commit that is in the cache.
+    it is the commit that is in the cache, so load the model before.
     """
-    load_config(name)  # puts it into the cache; raises InputError
     if Path(name).is_dir():
         digests = {}
         for file in filter(Path.is_file, Path(name).iterdir()):
