@@ -902,9 +902,9 @@ def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> 
     --resume continues an evaluation that was stopped: the checkpoint before it has these weights,
     or, before step 1, --model. Raises Stopped.
     """
-    if not run.evaluation_is_due():
+    if not (file := run.due_evaluation()):
         return
-    given = task.tokenizer, task.suite, run.evaluation_file(), cfg, task.reward
+    given = task.tokenizer, task.suite, file, cfg, task.reward
     with distributed.gathered(policy) as model:
         scores = evaluation.evaluate(model, *given)
     run.end_evaluation(scores)
@@ -975,7 +975,7 @@ def train(cfg: Config) -> None:
     except (Stopped, RewardError) as error:
         ended_by = error
     run.save(policy.model, optimizer, task.tokenizer)
-    progress.report_run(run.lines(), cfg.steps, str(run.path), run.evaluation_is_due())
+    progress.report_run(run.lines(), cfg.steps, str(run.path), bool(run.due_evaluation()))
     if ended_by:
         raise ended_by
 

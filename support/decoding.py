@@ -26,6 +26,7 @@ from support.seeds import uniform
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
 CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
+NAN_LOGITS = "--model: its logits are NaN while sampling; look for weights that are not finite"
 
 
 class SlotCache(Cache):
@@ -225,9 +226,6 @@ def decode(
     return torch.cat(tokens, 1)
 
 
-NAN_LOGITS = "--model: its logits are NaN while sampling; look for weights that are not finite"
-
-
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
     """Draw a token for each row of logits (R, V) float32: (R, 1) long, -1 if a logit is NaN.
 
@@ -260,13 +258,12 @@ def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> i
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # For each token: its keys and values.
-    per_token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    keys_and_values = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     # For each id of the vocabulary: logits, logits divided by the temperature (4 bytes each), the
     # softmax and its cumulative sum (8 each), 24 bytes. Top-p sorts before the softmax: both logits
     # (4 each), sorted values and indices (4 and 8), CUDA's buffers (32), 52 bytes.
     per_id = 24 if top_p == 1 else 52
-    per_row = per_token * rounded_up(length, 8) + per_id * config.vocab_size
+    per_row = keys_and_values * rounded_up(length, 8) + per_id * config.vocab_size
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(batch_size, int(0.8 * free / per_row)))

@@ -10,7 +10,6 @@ import itertools
 import os
 import resource
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -97,8 +96,6 @@ def end_process(program: str, error: BaseException) -> NoReturn:
     wait for this rank: the job would hang.
     """
     if isinstance(error, InputError):
-        # Rank 0 prints an error first that it may have, too.
-        time.sleep(2 if rank() > 0 else 0)
         print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
     elif not isinstance(error, SystemExit):  # the parser or a stop has said why
         print(f"{program}: rank {rank()} has failed", file=sys.stderr)

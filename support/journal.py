@@ -68,9 +68,8 @@ class Journal:
     def merged(self) -> dict[Key, dict]:
         """Write the rows of all files to one file, sorted and without torn lines; return them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        others = self.path.parent.glob(f"{self.path.stem}.rank*.jsonl")
         # A copy of yours, such as samples.rank1.old.jsonl, is none of them.
-        others = [file for file in others if file.stem.rpartition(".rank")[2].isdigit()]
+        others = list(self.path.parent.glob(f"{self.path.stem}.rank*[0-9].jsonl"))
         rows: dict[Key, dict] = {}
         for file in [self.path, *others]:
             for _, row in read_lines(file):

@@ -144,13 +144,10 @@ class RunFolder:
         unusable = [k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
         self.append("metrics.jsonl", [line | dict.fromkeys(unusable)])
 
-    def evaluation_is_due(self) -> bool:
-        """Whether the last whole step (0: none yet) must be evaluated and has not been."""
-        return is_due(self.step, self.flags["eval_every"]) and self.step > self.evaluated_step
-
-    def evaluation_file(self) -> Path:
-        """The file for the responses of the evaluation after the last whole step."""
-        return self.path / "evaluations" / f"step_{self.step:06d}.jsonl"
+    def due_evaluation(self) -> Path | None:
+        """The file for the responses if the last whole step (0: none yet) must be evaluated."""
+        due = is_due(self.step, self.flags["eval_every"]) and self.step > self.evaluated_step
+        return self.path / "evaluations" / f"step_{self.step:06d}.jsonl" if due else None
 
     def end_evaluation(self, scores: dict[str, dict]) -> None:
         """Append the scores after the last whole step to metrics.jsonl."""

@@ -4,6 +4,10 @@ import hashlib
 
 import torch
 
+# The constants of SplitMix64's authors. Minus 2^64: torch.long is signed, and has the same bits.
+STEP = 0x9E3779B97F4A7C15 - 2**64
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
 
 def mix_seed(*parts: object) -> int:
     """One 63-bit seed from several numbers and names; another part gives an unrelated seed."""
@@ -14,11 +18,6 @@ def mix_seed(*parts: object) -> int:
 def generator(*parts: object) -> torch.Generator:
     """A torch.Generator on the CPU, with mix_seed(*parts) as its seed."""
     return torch.Generator().manual_seed(mix_seed(*parts))
-
-
-# The constants of SplitMix64's authors. Minus 2^64: torch.long is signed, and has the same bits.
-STEP = 0x9E3779B97F4A7C15 - 2**64
-MIX_1, MIX_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def shifted_right(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -10,10 +10,7 @@ from support.distributed import all_max, rank
 
 
 class Stopped(SystemExit):
-    """A stop was asked for. The program ends with status 130, as shells expect after Ctrl-C.
-
-    No `except Exception` catches it.
-    """
+    """A stop was asked for. The program ends with status 130, as shells expect after Ctrl-C."""
 
 
 class StopSignal:
