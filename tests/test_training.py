@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -348,6 +349,22 @@ def test_three_updates_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")][5:] == [6]
 
 
+def test_rewards_far_from_zero_keep_their_differences(tmp_path):
+    """In float32 1e8 and 1e8 + 1 are one number."""
+    source = "def far(response, row):\n    return 1e8 + len(response) % 3\n"
+    (tmp_path / "own.py").write_text(source)
+    run(tmp_path / "run", f"--steps 1 --reward {tmp_path}/own.py:far --log_samples 16")
+    rows, differ = read_rows(tmp_path / "run" / "samples.jsonl"), 0
+    for group in (rows[i : i + 4] for i in range(0, 16, 4)):
+        rewards = [1e8 + len(row["response"]) % 3 for row in group]
+        mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+        differ += std > 0
+        expected = [(reward - mean) / (std or 1) for reward in rewards]
+        assert [row["reward"] for row in group] == rewards
+        assert [row["advantage"] for row in group] == pytest.approx(expected, rel=1e-5)
+    assert differ > 1
+
+
 def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):
     problems = [row["problem"] for row in read_rows(TINY / "test.jsonl")]
     lengths = [len(rollout.encode_prompt(tokenizer, problem, "")) for problem in problems]
@@ -419,6 +436,9 @@ def words(response, row):
 
 def missing(response, row):
     return row["none"]
+
+def huge(response, row):
+    return -1e39
 """
 
 
@@ -443,6 +463,7 @@ def missing(response, row):
         ("--data {folder}/hollow.parquet", "hollow.parquet"),
         ("--reward {folder}/own.py:words", "own.py:words: returned 'good'"),
         ("--reward {folder}/own.py:missing", "KeyError('none') at {folder}/own.py, line 6"),
+        ("--reward {folder}/own.py:huge", "own.py:huge: returned -1e+39"),  # float32's -inf
         ("--reward {folder}/own.py:gone", "has no function gone"),
     ],
 )
