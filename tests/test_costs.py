@@ -1,0 +1,74 @@
+"""What costs.py estimates, and what the pages say of it."""
+
+import re
+import subprocess
+import sys
+
+import costs
+import pytest
+import torch
+from helpers import ROOT
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+@pytest.mark.parametrize("name", costs.QWEN3)
+def test_parameters_are_those_of_the_published_shape(name):
+    shape = costs.QWEN3[name]
+    with torch.device("meta"):
+        config = Qwen3Config(
+            hidden_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=shape.mlp,
+            tie_word_embeddings=shape.tied,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+        )
+        model = Qwen3ForCausalLM(config)
+    count = sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert costs.parameters(shape) == (count, layer)
+
+
+def test_an_update_holds_its_states():
+    """On one GPU 16 bytes a parameter and more; eight GPUs save seven eighths of that."""
+    shape = costs.QWEN3["1.7B"]
+    one, eight = (costs.update_bytes(shape, gpus, 16384) for gpus in (1, 8))
+    states = 16 * costs.parameters(shape)[0]
+    assert one > states and one - eight == pytest.approx(7 / 8 * states)
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def test_pages_and_recipes_have_what_the_program_estimates():
+    program = [sys.executable, "experiments/costs.py"]
+    table = subprocess.check_output(program, cwd=ROOT, text=True)
+    assert table.strip() in page("docs/training.md")
+    for run, places in costs.RUNS.items():
+        rows = [costs.cost(run, *place) for place in places]
+        if run.startswith("@"):
+            text = page(run[1:])
+            lines = [
+                f"{row['GPUs']}: {row['GB of a GPU']} GB; {row['hours']} hours" for row in rows
+            ]
+            found = re.findall(r"^#   (\d+ x \w.*hours)$", text, re.MULTILINE)
+            assert found == lines and f"disk: {rows[0]['GB of disk']} GB" in text
+
+
+def test_sentences_have_the_tables_hours():
+    """The night, the days of the paper's run on eight H100, and the whole table of eval.py."""
+    readme, training = (" ".join(page(name).split()) for name in ("README.md", "docs/training.md"))
+    night = costs.cost("--model Qwen/Qwen3-1.7B-Base", 1, "H100")["hours"].partition(": ")[2]
+    assert f"{night} hours on an H100 (estimated)" in readme
+    assert f"{night} hours on an H100 (estimated)" in training
+    hours = costs.cost("@recipes/paper-1.7b", 8, "H100")["hours"].partition(": ")[2]
+    days = [round(float(each.replace(",", "")) / 24) for each in hours.split(" to ")]
+    assert f"{days[0]} to {days[1]} days on eight H100 (estimated)" in readme
+    shape = costs.QWEN3["1.7B"]
+    rows = costs.rows_that_fit(shape, 1024 + 20480, 80e9 - 2 * costs.parameters(shape)[0])
+    seconds = costs.sampling_seconds(shape, 3.35e12, 17968, 20480, rows)
+    low, high = (round(each / 3600) for each in seconds)
+    assert f"17,968 responses, and {low} to {high} hours for 1.7B on one H100" in training
