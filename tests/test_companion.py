@@ -118,12 +118,12 @@ def test_weights_and_a_denominator_of_ones_own(tmp_path, monkeypatch, own_method
     """Dr. GRPO's: the gradient is one's of (R - mean R) rho, divided by a constant."""
     steps, step = [], stapo.train_step
     monkeypatch.setattr(stapo, "train_step", lambda *x: steps.append(step(*x)) or steps[-1])
-    line = run(tmp_path / "run", "--method dr-grpo --steps 1 --grad_clip inf")[0]
+    line = run(tmp_path / "run", "--method dr-grpo --steps 1 --grad_clip inf --group_size 8")[0]
     (step,), policy = steps, Policy(load_model(str(TINY)))
     batch = next(iter(step.batch.mini_batches(2)))
-    R = batch.rewards.float().view(-1, 4)
+    R = batch.rewards.float().view(-1, 8)
     centred = (R - R.mean(1, keepdim=True)).flatten()[:, None]
-    (policy(batch.ids, batch.mask).logp * centred * batch.mask).sum().div(8 * 40).backward()
+    (policy(batch.ids, batch.mask).logp * centred * batch.mask).sum().div(16 * 40).backward()
     norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm()
     assert step.updates[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert norm > 0 and line["silenced"] == 0 and line["tau_h"] is None

@@ -111,7 +111,7 @@ STAPO = {"method": "stapo", "tau_p": 0.005}  # pi_old has one token fewer below 
         ({"method": "random"}, 1, 100, False),
         ({"method": "20-entropy"}, 1, 100, False),
         ({"method": "stapo", "quantile_over": "all"}, 1, 100, False),
-        ({"method": "grpo", "beta": 0.1}, 1, 100, False),
+        ({"method": "grpo", "beta": 0.1}, 0, 100, False),
     ],
 )
 def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget, shuffled):
