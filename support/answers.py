@@ -51,7 +51,7 @@ _SPELLINGS |= {a: f"\\{name} " for a, name in zip("αβγδεζηθικλμνξ�
 
 FUNCTIONS = {f: getattr(cmath, f) for f in "sin cos tan sinh cosh tanh exp log".split()}
 for _f, _g in zip("sin cos tan sinh cosh tanh".split(), "csc sec cot csch sech coth".split()):
-    FUNCTIONS["arc" + _f] = getattr(cmath, "a" + _f)
+    FUNCTIONS["arc" + _f] = FUNCTIONS["ar" + _f] = getattr(cmath, "a" + _f)
     FUNCTIONS[_g] = lambda x, f=FUNCTIONS[_f]: 1 / f(x)
     FUNCTIONS["arc" + _g] = lambda x, f=FUNCTIONS["arc" + _f]: f(1 / x)
 FUNCTIONS["arccot"] = lambda x: cmath.pi / 2 - cmath.atan(x)  # between 0 and pi
@@ -87,7 +87,7 @@ _NO_WORDS = rf"(?:{_FUNCTION_NAMES}|[A-Za-z]{{1,2}}(?<![Nn]o))"  # sin(x) is non
 _ONLY_WORDS = rf"\A(?!(?>{_NO_WORDS}\b|[\s(),.'-])+\Z)[A-Za-z\s,.'()⟦⟧-]+\Z"
 _SPELLING = r"\\(?:[A-Za-z]+|.)|[<>]=|[$&]|[^ -}]"
 _MATRIX = r"\s*\{(?:[pb]?(?:small)?matrix|array)\}"
-_ITEM = r"(?:(?!\\[{}])[^,;∨∧∪±])"
+_ITEM = r"((?:(?!\\[{}])[^,;∨∧∪±]){0,300})"  # with a bound, because any place can be its start
 _CAPITALS = r"(\A|[,;∨∧])\s*[({]?([A-Z])\s?([A-Z])[)}]?(?=\s*(?:[,;∨∧]|\Z))"
 _WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
 _RESIDUE = r"\A(?:(?!\d)[\w{}]*\s*=)?(.+?)"  # x = 5 in x = 5 (mod 7)
@@ -136,8 +136,8 @@ RULES = [
     (r"(\A|[∈∪∨])\s*\]", r"\1(", "]2, 3]", "(2, 3]"),
     (r"\[\s*(\Z|[∪∨])", r")\1", "[2, 3[", "[2, 3)"),
     # A point first: (0, ±2) is two points, and 1 ± 2 two numbers. The smaller one is first.
-    (r"\(((?=[^()]*,)[^()±]*)±([^()±]*)\)", r"(\1-\2),(\1+\2)", "(0, ±2)", "(0, -2),(0, +2)"),
-    (rf"(?<!\\)({_ITEM}*)±({_ITEM}*)", r"\1-\2,\1+\2", r"x = 1 ± 2", "x = 1 - 2,x = 1 + 2"),
+    (r"(?<!\w)\(((?=[^()]*,)[^()±]*)±([^()±]*)\)", r"(\1-\2),(\1+\2)", "(0,±2)", "(0,-2),(0,+2)"),
+    (rf"(?<!\\){_ITEM}±{_ITEM}", r"\1-\2,\1+\2", r"x = 1 ± 2", "x = 1 - 2,x = 1 + 2"),
     # What follows becomes the name of a value, like the x of x = 5. So IX is not XI, 5 counts for 5
     # mod 7, and 5 mod 8 does not. A list of residues becomes one set with that name.
     (_CAPITALS, r"\1 w_{\2\3}", "IX", " w_{IX}"),
