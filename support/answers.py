@@ -37,7 +37,7 @@ _SPELLINGS = r"""
 \vert | \lvert | \rvert | \langle ( \rangle ) \lbrace \{ \rbrace \} ⌊ \lfloor ⌋ \rfloor ⌈ \lceil
 ⌉ \rceil √ \sqrt \dfrac \frac \tfrac \frac \cfrac \frac \over \frac \dbinom \binom \choose \binom
 ½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ∅ \emptyset ∞ \infty
-\varnothing \emptyset \degree ° º ° \dots … \ldots … \cdots … ⋯ …
+\varnothing \emptyset \degree ° º ° \dots … \ldots … \cdots … \dotsc … ⋯ … ⁄ / ⅛ \frac{1}{8}
 """.split()
 _BLANKS = r"$ \$ £ € ~ \( \) \[ \] \, \; \: \! \> \quad \qquad \displaystyle \angle \triangle"
 _FONTS = r"\mathbf \mathbb \mathcal \mathit \mathsf \boldsymbol \bm \vec \hat"
@@ -62,11 +62,11 @@ _FUNCTION_NAMES = "|".join(sorted({*FUNCTIONS, "sqrt", "pi", "e", "i"} - {"sec"}
 _UNITS = r"[A-Za-z-]+[^\Wsui]s|[fpnumcdhkMGT]?(?:[msgLlJNWVACFTKH]|Hz|Pa|eV|mol|rad|min)|in(?! )|"
 _UNITS += r"ft|yd|mi|lb|oz|hr?|d|yr|mph|sq|cu|sec|deg|erg|st|nd|rd|th|[a-z]*(?:met|lit)(?:er|re)|"
 _UNITS += r"[a-z]*gram|foot|feet|inch|mile|yard|pound|ounce|unit|second|minute|hour|day|week|year|"
-_UNITS += r"month|dollar|cent|degree|people|person|men|women|children|increase|[\u4e00-\u9fff]+"
+_UNITS += r"month|dollar|cent|degree|people|person|men|women|children|gm|increase|[\u4e00-\u9fff]+"
 _VALUES = r"least|most|more|less|fewer|over|under|above|below|up|not?|n?or|plus|minus|times \w+|"
-_VALUES += r"p\.?m|loss|south|west|multiples?|factorials?|tens|halves|(?:square|cube) roots|"
-_VALUES += r"(?:half|third|quarter|pair|couple|dozen|score|hundred|thousand|\w+illion|(?:four|fif|"
-_VALUES += r"six|seven|eigh|nin|ten|eleven|twelf|\w+(?:teen|tie|red|sand|illion))th)s?"
+_VALUES += r"p\.?m|loss|south|west|multiples?|factorials?|tens|halves|extraneous|rejected|(?:half|"
+_VALUES += r"third|quarter|pair|couple|trio|twin|dozen|score|hundred|thousand|\w+illion|(?:four|"
+_VALUES += r"fif|six|seven|eigh|nin|ten|eleven|twelf|\w+(?:teen|tie|red|sand|illion))th)s?"
 
 # Patterns of RULES. There, ⟦...⟧ is the content of \text{...}, or words without it.
 _INSIDE = r"((?:[^{}]|\{[^{}]*\})*?)"
@@ -117,18 +117,18 @@ RULES = [
     (rf"(?<![c}}_^])\{{\s*\\rm~{_INSIDE}\}}", r"\\text{\1}", r"10 {\rm m}", r"10 \text{ m}"),
     (r"\bp(?:er\s?cent(?:age)?|ct)\b", "%", "35 percent", "35 %"),
     (_TEXT, r"⟦\1⟧", r"5\text{ cm}", "5⟦ cm⟧"),
-    (r"(\A|=)\s*⟦\s*(-?\d[\d.,]*)(?=\s*[A-Za-z][^⟧]*⟧\s*\Z)", r"\1\2⟦", "⟦9 hours⟧", "9⟦ hours⟧"),
+    (r"(\A|=)\s*⟦\s*(-?\d[\d.,]*)(?=\s*[A-Za-z][^⟧]*⟧[\s\d^{}]*\Z)", r"\1\2⟦", "⟦9 cm⟧", "9⟦ cm⟧"),
     (_WORDS, r"⟦\1⟧", "120 miles per hour", "120⟦ miles per hour⟧"),
     (r"\^\s*\{?\s*⟦\s*(?:st|nd|rd|th)\s*⟧\s*\}?", "", "3^{⟦rd⟧}", "3"),
     (r"(?:,\s*)?(?:⟦\s*,?\s*or\s*,?\s*⟧|\bor\b)", "∨", "1, 2,⟦ or ⟧3", "1, 2∨3"),
     (r"(?:,\s*)?(?:⟦\s*,?\s*and\s*,?\s*⟧|\band\b)", "∧", "1, 2 and 3", "1, 2 ∧ 3"),
-    (r"(?:\{\s*\}\s*)?\^\s*\{?\s*\\circ\s*\}?|⟦\s*degrees?\s*⟧", "°", r"30^{\circ}", "30°"),
+    (r"(?:\{ *\} *)?\^ *(?:\{ *\\circ *\}|\\circ)|⟦ *degrees? *⟧", "°", r"30^{\circ}", "30°"),
     (rf"\\frac\s*\{{({_UNIT})[\s}}]*\{{({_UNIT})\s*\}}", r"\1/\2", r"\frac{⟦m⟧}{⟦s⟧}", "⟦m⟧/⟦s⟧"),
     (rf"{_AFTER_VALUE}{_UNIT}{_NO_FACTOR}", " ", "5 ⟦W m^{-2}⟧", "5 "),
     (rf"⟦(?!{_VALUE})([^⟧]*)⟧", r" \1 ", "⟦east⟧", " east "),
     (_ONLY_WORDS, lambda m: f"⟦{re.sub('[^a-z,-]', '', m[0].lower())}⟧", "A cat", "⟦acat⟧"),
     # Only values are left. A mixed number is known before a fraction becomes any other value.
-    (r"\^\s*\{?\s*\\prime\s*\}?", "'", r"y^{\prime}", "y'"),
+    (r"\^\s*(?:\{\s*\\prime\s*\}|\\prime)", "'", r"y^{\prime}", "y'"),
     (r"(\\(?:frac|binom)\s*(?:\{[^{}]*\}|\d))\s*(\d)", r"\1{\2}", r"\frac12", r"\frac1{2}"),
     (_WHOLE + r"\s*\\frac\s*\{?(\d+)\}?\s*\{(\d+)\}", r"(\1+\2/\3)", r"1\frac4{5}", "(1+4/5)"),
     (_WHOLE + r" +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)", "137 1/2", "(137+1/2)"),

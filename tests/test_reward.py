@@ -12,7 +12,6 @@ from reward import extract_answer, is_correct, load_reward, math_equal, math_rew
 from support.answers import RULES
 from support.errors import RewardError
 
-
 EQUAL = r"""
 \frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}
 1\frac{4}{5} | 1.8 | 1 4/5
@@ -102,7 +101,7 @@ t^{2} \lvert y \rvert | t^2 \left| y \right|
 x != 3 | x \ne 3 | x \not= 3
 30º ‑ 2½θ⁻⁴ | 30^\circ - 2\frac12\theta^{-4}
 1, 2, \ldots, n | 1, 2, \dots, n | 1, 2, ..., n | 1,2,…,n
-\sin 60^\circ | \frac{\sqrt3}{2} | \sin(60^{\circ}) | \cos (90° - 60°)
+\sin{60^\circ} | \frac{\sqrt3}{2} | \sin 60^{\circ} | \cos (90° - 60°)
 (0, \pm 2), (4, \pm 23) | (0,2), (0,-2), (4,23), (4,-23)
 1 + \left\lceil \dfrac{n}{2} \right\rceil | \lceil n/2 \rceil + 1 | ⌈n/2⌉ + 1
 x > -1 \text{ and } x < 1 | x < 1 and x > -1 | x > -1, x < 1
@@ -221,7 +220,7 @@ x = 1 or x = 2 | y \in \{1,2\} | x \in \{1\}
 1 | \frac{\cot^{-1} 2}{\tan 2} | \cosh(2) \cosh^{-1} 2 | \frac{\sec^{-1} 2}{\cos 2}
 3 | 3\text{ eighths} | 3 eighths | 3\text{ halves} | 3\text{ pairs} | 3\text{ fourths}
 7 | 7\text{ (extraneous)} | 7\text{ or none} | 7\text{ factorial} | 7 factorial
-7 | 7\text{ dozen eggs} | 7\text{ more days} | 7\text{ square roots} | 7\text{ (rejected)}
+7 | 7\text{ dozen eggs} | 7\text{ more days} | 7\text{ extraneous roots} | 7\text{ (rejected)}
 IX | XI | \text{XI} | I \cdot X
 \vec{AB} | \vec{BA} | B A
 \sin 30 | \sin 30^\circ | ½
