@@ -214,6 +214,7 @@ x = 1 or y = 2 | x = 1 and y = 2
 x>0 and y<1 or x<0 and y>1 | x>0 and y>1 or x<0 and y<1
 x < 2, y \ge 3 | y < 2, x \ge 3 | x < 2, z \ge 3
 x \in [0,1] | y \in [0,1] | 0 \le y \le 1
+x \in (0,1) \cup (2,3) | y \in (2,3) \cup (0,1)
 x = 1 or x = 2 | y \in \{1,2\} | x \in \{1\}
 (a,b) \in \{(4,1), (1,5)\} | (a,b) \in \{(4,1), (5,1)\} | (b,a) \in \{(4,1), (1,5)\}
 (-\infty,3) \cup (3,\infty) | \mathbb{R} \setminus \{-3\} | (-\infty,3) \cup [3,\infty)
