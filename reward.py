@@ -3,8 +3,8 @@ r"""The reward of Sec. 2.2: +1 if the final answer of a response is right, -1 if
     is_correct(r"... so it is \boxed{\dfrac{1}{2}}.", "0.5")   -> True
     math_reward(r"\boxed{4} no, \boxed{5}", "4")               -> -1.0
 
-The final answer is the content of the last complete \boxed{...}. support/answers.py decides whether
-two answers are equal. load_reward loads a reward of your own.
+The final answer is the content of the last \boxed{...}. support/answers.py decides whether two
+answers are equal. load_reward loads a reward of your own.
 """
 
 import copy
@@ -29,14 +29,12 @@ Reward = Callable[[str, dict], float]  # of a response's text and its problem
 WINDOW = 120_000
 
 _ESCAPED = re.compile(r"\\[{}\\]")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# A box without braces is a number at the end of a formula: $\boxed 5$.
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?[\d.]*\d)(?=\.?\s?(?:\$|\\[)\]]|\n|\Z)))")
 
 
 def extract_answer(response: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} or \fbox{...}.
-
-    Returns None if there is no such box, and if it is empty.
-    """
+    r"""Return the content of the last complete \boxed{} or \fbox{} that has one, or None."""
     if not isinstance(response, str):
         return None
     last = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
@@ -45,11 +43,11 @@ def extract_answer(response: str) -> str | None:
     for box in reversed(list(_BOX.finditer(text))):
         rest = _ESCAPED.sub("  ", text[box.end() : stop])  # \{ and \} do not nest
         depth, start, end = 1, 0, rest.find("}")
-        while end >= 0:
+        while end >= 0 and depth:
             depth += rest.count("{", start, end) - 1
-            if depth == 0:
-                return text[box.end() : box.end() + end].strip() or None
             start, end = end + 1, rest.find("}", end + 1)
+        if content := box[1] or depth == 0 and text[box.end() : box.end() + start - 1].strip():
+            return content
         # All text after an unfinished box belongs to that box. An earlier box must end before it.
         stop = box.start()
     return None

@@ -6,8 +6,7 @@ r"""Decide whether two mathematical answers are equal.
 
 1. One spelling: RULES remove units and layout.
 2. Tokens: numbers, names, commands and signs.
-3. Values: a recursive-descent parser computes the value of the tokens. Rational numbers are exact,
-   others are floats. The value of a variable depends on its name only.
+3. Values: a recursive-descent parser computes them. The value of a variable depends on its name.
 4. Equality: two answers are equal if they have the same value at three points.
 5. Text: an answer that cannot be parsed is compared token by token.
 6. Rounded answers: a number can count for a measured result with fewer digits.
@@ -32,84 +31,116 @@ TOLERANCE = 1e-9  # relative: far above rounding, far below 1.5 against 1.50001
 # ---- 1. one spelling ----------------------------------------------------------------------------
 
 _SPELLINGS = r"""
-\cdot * \times * \ast * × * · * ⋅ * ∗ * \div / ÷ / − - – - ’ ' ′ ' 。 . 、 , \% % \\ ),( & ,
-\leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠ \neq ≠ \equiv = ≡ =
-\approx = ≈ = \in ∈ \cup ∨ ∪ ∨ \pm ± \mp ± \mid | \vert | \lvert | \rvert | \langle ( \rangle )
-\lbrace \{ \rbrace \} √ \sqrt \dfrac \frac \tfrac \frac \cfrac \frac \dbinom \binom π \pi ² ^{2}
-³ ^{3} ∅ \emptyset \varnothing \emptyset ∞ \infty
+\cdot * \times * \ast * × * · * ⋅ * ∗ * \div / ÷ / − - – - — - ‐ - ‑ - ’ ' ′ ' 。 . 、 , \% % \\ ),(
+\cr ),( & , \leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠ \neq ≠
+\equiv = ≡ = \approx = ≈ = \in ∈ \cup ∪ ∨ \vee ∧ \wedge \setminus ∖ \backslash ∖ \pm ± \mp ± \mid |
+\vert | \lvert | \rvert | \langle ( \rangle ) \lbrace \{ \rbrace \} ⌊ \lfloor ⌋ \rfloor ⌈ \lceil
+⌉ \rceil √ \sqrt \dfrac \frac \tfrac \frac \cfrac \frac \over \frac \dbinom \binom \choose \binom
+½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ∅ \emptyset ∞ \infty
+\varnothing \emptyset \degree ° º ° \dots … \ldots … \cdots … \dotsc … ⋯ … ⁄ / ⅛ \frac{1}{8}
 """.split()
-_BLANKS = r"""
-$ \$ £ € ~ \( \) \[ \] \, \; \: \! \> \quad \qquad \displaystyle \angle \triangle \degree °
-\mathbf \mathbb \mathcal \mathit \mathsf \boldsymbol \bm \vec \hat
-""".split()
+_BLANKS = r"$ \$ £ € ~ \( \) \[ \] \, \; \: \! \> \quad \qquad \displaystyle \angle \triangle"
+_FONTS = r"\mathbf \mathbb \mathcal \mathit \mathsf \boldsymbol \bm \vec \hat"
+_LETTERS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi "
+_LETTERS += "rho sigma tau upsilon phi chi psi omega hbar ell nabla partial infty emptyset bar "
+_LETTERS = (_LETTERS + "overline underline tilde").split()
 _SPELLINGS = {old: new + " " for old, new in zip(_SPELLINGS[::2], _SPELLINGS[1::2], strict=True)}
-_SPELLINGS |= dict.fromkeys([*_BLANKS, "\\ "], " ")
+_SPELLINGS |= dict.fromkeys([*_BLANKS.split(), *_FONTS.split(), "\\ "], " ")
 _SPELLINGS |= {chr(0xFEE0 + code): chr(code) for code in range(ord("!"), ord("~"))}  # fullwidth
+_SPELLINGS |= {a: f"\\{name} " for a, name in zip("αβγδεζηθικλμνξοπρστυφχψω", _LETTERS)}
 
 FUNCTIONS = {f: getattr(cmath, f) for f in "sin cos tan sinh cosh tanh exp log".split()}
-FUNCTIONS |= {"arc" + f: getattr(cmath, "a" + f) for f in ("sin", "cos", "tan")}
-FUNCTIONS |= {"ln": cmath.log, "lg": cmath.log10, "cot": lambda x: 1 / cmath.tan(x)}
-FUNCTIONS |= {"sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x)}
-
-_VALUE_WORDS = (  # a text behind a value that has one of them is no unit
-    "least|most|more|less|fewer|over|under|above|below|up|not?|plus|minus|negative|squared|cubed|"
-    "half|p\\.?m|decreased?|loss|south|west|is|even|odd|divisible|multiples?|"
-    "(?:third|quarter|fifth|tenth|hundredth|dozen|hundred|thousand|[mbtr]+illion)s?"
-)
+for _f, _g in zip("sin cos tan sinh cosh tanh".split(), "csc sec cot csch sech coth".split()):
+    FUNCTIONS["arc" + _f] = FUNCTIONS["ar" + _f] = getattr(cmath, "a" + _f)
+    FUNCTIONS[_g] = lambda x, f=FUNCTIONS[_f]: 1 / f(x)
+    FUNCTIONS["arc" + _g] = lambda x, f=FUNCTIONS["arc" + _f]: f(1 / x)
+FUNCTIONS["arccot"] = lambda x: cmath.pi / 2 - cmath.atan(x)  # between 0 and pi
+FUNCTIONS |= {"ln": cmath.log, "lg": cmath.log10}
 _FUNCTION_NAMES = "|".join(sorted({*FUNCTIONS, "sqrt", "pi", "e", "i"} - {"sec"}))  # sec: seconds
 
+# A text behind a value is a unit if it has a unit word, such as a plural, and no value word.
+_UNITS = r"[A-Za-z-]+[^\Wsui]s|[fpnumcdhkMGT]?(?:[msgLlJNWVACFTKH]|Hz|Pa|eV|mol|rad|min)|in(?! )|"
+_UNITS += r"ft|yd|mi|lb|oz|hr?|d|yr|mph|sq|cu|sec|deg|erg|st|nd|rd|th|[a-z]*(?:met|lit)(?:er|re)|"
+_UNITS += r"[a-z]*gram|foot|feet|inch|mile|yard|pound|ounce|unit|second|minute|hour|day|week|year|"
+_UNITS += r"month|dollar|cent|degree|people|person|men|women|children|gm|increase|[\u4e00-\u9fff]+"
+_VALUES = r"least|most|more|less|fewer|over|under|above|below|up|not?|n?or|plus|minus|times \w+|"
+_VALUES += r"p\.?m|loss|south|west|multiples?|factorials?|tens|halves|extraneous|rejected|(?:half|"
+_VALUES += r"third|quarter|pair|couple|trio|twin|dozen|score|hundred|thousand|\w+illion|(?:four|"
+_VALUES += r"fif|six|seven|eigh|nin|ten|eleven|twelf|\w+(?:teen|tie|red|sand|illion))th)s?"
+
 # Patterns of RULES. There, ⟦...⟧ is the content of \text{...}, or words without it.
-_TEXT = r"\\(?:text[a-z]*|mathrm|[mh]box|rm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+_INSIDE = r"((?:[^{}]|\{[^{}]*\})*?)"
+_TEXT = rf"\\(?:text[a-z]*|mathrm|[mh]box|rm|operatorname)\s*\{{{_INSIDE}\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_VALUE = rf"[^⟧]*(?:\b(?i:{_VALUE_WORDS})\b|[=约至不负半万亿])"  # the last two: 10^4, 10^8
-_NO_UNIT = _VALUE + r"|(?:[^⟧]*\s)?[-+]?\.?\d|[\W\d_]*⟧"  # 5 cm, or no letter at all
-_UNITS = rf"\s*⟦(?!{_NO_UNIT})[^⟧]*⟧{_POWER}"
-_UNITS = rf"{_UNITS}(?:[\s/*]*{_UNITS})*"
-_AFTER_VALUE = r"(?<=[^\W_]|[.)}\]!%])"
+_VALUE = rf"[^⟧]*(?:\b(?i:{_VALUES})\b|[=约至不负半十百万亿对双打])"
+_UNIT = rf"(?=[^⟧]*(?<![A-Za-z])(?:{_UNITS})(?![A-Za-z]))[^⟧]*⟧{_POWER}"
+_UNIT = rf"⟦(?!{_VALUE}|(?:[^⟧]*\s)?[-+]?\.?\d){_UNIT}"  # not 5 cm
+_UNIT = rf"\s*{_UNIT}(?:[\s/*]*{_UNIT})*"
+_AFTER_VALUE = r"(?<=[^\W_]|[.)}\]!%°])"
 _NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # no factor follows: in 5 ft 6 in one does
-_WORDS = rf"(?<=[\d.)}}%])(\s+(?!(?:mod|{_FUNCTION_NAMES})\b)[A-Za-z]{{3,}}\b[A-Za-z\s/]*{_POWER}"
+_WORDS = rf"(?<=[\d.)}}%])(\s+(?!(?:mod|{_FUNCTION_NAMES})\b)"
+_WORDS += rf"(?:(?:sq|cu)\.?\s+[A-Za-z]+|[A-Za-z]{{3,}})\b[A-Za-z\s/]*{_POWER}"
 _WORDS += rf"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|k?Pa|k[JN])\b(?:/[A-Za-z]+)?{_POWER}"
 _WORDS += r"|[\u4e00-\u9fff]+)\s*\Z"
 # Words stay in ⟦⟧, because the product of their letters makes east equal to seat.
 _NO_WORDS = rf"(?:{_FUNCTION_NAMES}|[A-Za-z]{{1,2}}(?<![Nn]o))"  # sin(x) is none
 _ONLY_WORDS = rf"\A(?!(?>{_NO_WORDS}\b|[\s(),.'-])+\Z)[A-Za-z\s,.'()⟦⟧-]+\Z"
 _SPELLING = r"\\(?:[A-Za-z]+|.)|[<>]=|[$&]|[^ -}]"
-_MATRIX = r"\s*\{(?:[pb]?matrix|array)\}"
-_ITEM = r"(?:(?!\\[{}])[^,;∨±])"
+_MATRIX = r"\s*\{(?:[pb]?(?:small)?matrix|array)\}"
+_ITEM = r"((?:(?!\\[{}])[^,;∨∧∪±]){0,300})"  # with a bound, because any place can be its start
+_CAPITALS = r"(\A|[,;∨∧])\s*[({]?([A-Z])\s?([A-Z])[)}]?(?=\s*(?:[,;∨∧]|\Z))"
 _WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
 _RESIDUE = r"\A(?:(?!\d)[\w{}]*\s*=)?(.+?)"  # x = 5 in x = 5 (mod 7)
 _MODULUS = r"\(?\s*(?:\\[bp]?)?mod(?:ulo)?~[\s{]*([\w^]+)[\s})]*\Z"
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_OVER = rf"(?:\{{|\A){_INSIDE}\s*\\(over|choose)~\s*{_INSIDE}(?:\}}|\Z)"
 
 # Each rule: pattern, replacement, an example, and the example after this rule. They are applied in
 # order. In a pattern, ~ means the end of a command's name.
 RULES = [
+    # Before the spelling of single signs, which removes \, and \! and turns \\ into a new row.
+    (r"(?<!\\)\\\\\s*(?=\\end)|(?<=\\\\)\s*\[[\d.]+\w\w\]", "", r"1 \\[4pt] 2", r"1 \\ 2"),
     (r"(?s)\\\\(?!.*(?<!\\)\\end)", r"\\", r"\\frac{1}{4}", r"\frac{1}{4}"),
     (r"(?<=\d)(?:\{,\}|,\s*\\[!,]|\\[,!; ]|\s)\s*(?=\d{3}(?!\d))", "", r"1{,}234\,567", "1234567"),
     (r"\\(?:left|right|[bB]igg?[lrm]?)~\s*\.?", "", r"\left(1, 2\right]", "(1, 2]"),
     (r"(?<=[\d})i])\s*(?:\\approx~|≈)[^,;]*", "", r"2\pi \approx 6.3", r"2\pi"),
-    (r"\\mathbb\s*\{?\s*R~\s*\}?|\ball real numbers\b", "(-∞,∞)", r"\mathbb R", "(-∞,∞)"),
-    (_SPELLING, lambda m: _SPELLINGS.get(m[0], m[0]), r"2 \cdot x²", "2 *  x^{2} "),
+    (r"\\mathbb\s*\{?\s*R~\s*\}?|ℝ|\ball real numbers\b", "(-∞,∞)", r"\mathbb R", "(-∞,∞)"),
+    (_OVER, r"\\\2{\1}{\3}", r"{9 \choose 4}", r"\choose{9}{4}"),
+    (r"[⁰¹²³⁴-⁹⁻]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", "10⁻⁷", "10^{-7}"),
+    (r"\\not\s*=|(?<=\s)!=", "≠", "x != 3", "x ≠ 3"),
+    (_SPELLING, lambda m: _SPELLINGS.get(m[0], m[0]), r"2 \cdot x", "2 *  x"),
+    (r"\.\s?\.\s?\.", "…", "1, 2, ...", "1, 2, …"),
     (r"\.\s*\Z", "", "5 metres.", "5 metres"),
     (rf"\\begin{_MATRIX}(?:\s*\{{[lcr|\s]*\}})?", "((", r"\begin{array}{c} 1", "(( 1"),
     (rf"(?:\),\(\s*)?\\end{_MATRIX}", "))", r"2 \end{pmatrix}", "2 ))"),
+    # Units are in ⟦⟧ before they are removed, and what words mean is known before the units are.
+    (rf"(?<![c}}_^])\{{\s*\\rm~{_INSIDE}\}}", r"\\text{\1}", r"10 {\rm m}", r"10 \text{ m}"),
+    (r"\bp(?:er\s?cent(?:age)?|ct)\b", "%", "35 percent", "35 %"),
     (_TEXT, r"⟦\1⟧", r"5\text{ cm}", "5⟦ cm⟧"),
+    (r"(\A|=)\s*⟦\s*(-?\d[\d.,]*)(?=\s*[A-Za-z][^⟧]*⟧[\s\d^{}]*\Z)", r"\1\2⟦", "⟦9 cm⟧", "9⟦ cm⟧"),
     (_WORDS, r"⟦\1⟧", "120 miles per hour", "120⟦ miles per hour⟧"),
     (r"\^\s*\{?\s*⟦\s*(?:st|nd|rd|th)\s*⟧\s*\}?", "", "3^{⟦rd⟧}", "3"),
-    (rf"⟦\s*\\?({_FUNCTION_NAMES})\s*⟧", r" \1 ", "⟦ln⟧2", " ln 2"),
-    (r"(?:,\s*)?(?:⟦\s*,?\s*(?:and|or)\s*,?\s*⟧|\b(?:and|or)\b)", "∨", "1, 2,⟦ and ⟧3", "1, 2∨3"),
-    (rf"{_AFTER_VALUE}{_UNITS}{_NO_FACTOR}", " ", "5 ⟦W m^{-2}⟧", "5 "),
+    (r"(?:,\s*)?(?:⟦\s*,?\s*or\s*,?\s*⟧|\bor\b)", "∨", "1, 2,⟦ or ⟧3", "1, 2∨3"),
+    (r"(?:,\s*)?(?:⟦\s*,?\s*and\s*,?\s*⟧|\band\b)", "∧", "1, 2 and 3", "1, 2 ∧ 3"),
+    (r"(?:\{ *\} *)?\^ *(?:\{ *\\circ *\}|\\circ)|⟦ *degrees? *⟧", "°", r"30^{\circ}", "30°"),
+    (rf"\\frac\s*\{{({_UNIT})[\s}}]*\{{({_UNIT})\s*\}}", r"\1/\2", r"\frac{⟦m⟧}{⟦s⟧}", "⟦m⟧/⟦s⟧"),
+    (rf"{_AFTER_VALUE}{_UNIT}{_NO_FACTOR}", " ", "5 ⟦W m^{-2}⟧", "5 "),
     (rf"⟦(?!{_VALUE})([^⟧]*)⟧", r" \1 ", "⟦east⟧", " east "),
     (_ONLY_WORDS, lambda m: f"⟦{re.sub('[^a-z,-]', '', m[0].lower())}⟧", "A cat", "⟦acat⟧"),
-    (r"(?:\{\s*\}\s*)?\^\s*\{?\s*\\circ\s*\}?", " ", r"30^{\circ}", "30 "),
-    (r"\^\s*\{?\s*\\prime\s*\}?", "'", r"y^{\prime}", "y'"),
+    # Only values are left. A mixed number is known before a fraction becomes any other value.
+    (r"\^\s*(?:\{\s*\\prime\s*\}|\\prime)", "'", r"y^{\prime}", "y'"),
     (r"(\\(?:frac|binom)\s*(?:\{[^{}]*\}|\d))\s*(\d)", r"\1{\2}", r"\frac12", r"\frac1{2}"),
     (_WHOLE + r"\s*\\frac\s*\{?(\d+)\}?\s*\{(\d+)\}", r"(\1+\2/\3)", r"1\frac4{5}", "(1+4/5)"),
     (_WHOLE + r" +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)", "137 1/2", "(137+1/2)"),
     (r"([\^_])\s*\{\s*(\w)\s*\}(?!\s*[\d.])", r"\1\2", "t^{2}", "t^2"),
-    (r"\A\\?[A-Za-z]+\s*∈", "", "x ∈ [1, 2]", " [1, 2]"),
-    (rf"(?<!\\)({_ITEM}*)±({_ITEM}*)", r"\1+\2,\1-\2", r"x = 1 ± 2", "x = 1 + 2,x = 1 - 2"),
-    # The base or the modulus becomes the name of a value, like the x of x = 5. So 5 counts for 5
+    (r"(\A|[∈∪∨])\s*\]", r"\1(", "]2, 3]", "(2, 3]"),
+    (r"\[\s*(\Z|[∪∨])", r")\1", "[2, 3[", "[2, 3)"),
+    # A point first: (0, ±2) is two points, and 1 ± 2 two numbers. The smaller one is first.
+    (r"(?<!\w)\(((?=[^()]*,)[^()±]*)±([^()±]*)\)", r"(\1-\2),(\1+\2)", "(0,±2)", "(0,-2),(0,+2)"),
+    (rf"(?<!\\){_ITEM}±{_ITEM}", r"\1-\2,\1+\2", r"x = 1 ± 2", "x = 1 - 2,x = 1 + 2"),
+    # What follows becomes the name of a value, like the x of x = 5. So IX is not XI, 5 counts for 5
     # mod 7, and 5 mod 8 does not. A list of residues becomes one set with that name.
+    (_CAPITALS, r"\1 w_{\2\3}", "IX", " w_{IX}"),
     (r"\(?(\d+)\s*\)?\s*_\s*\{?(\d+)\}?", r"(b_{\2}=\1)", "(52)_8", "(b_{8}=52)"),
     (_RESIDUE + _MODULUS, r"mod_{\2}=\\{\1\\}", r"5\pmod{7}", r"mod_{7}=\{5\}"),
     # Two digits after the colon can be a time of day. As ratios, 2:15 and 4:30 would be equal.
@@ -128,10 +159,6 @@ def clean(text: str) -> str:
 # ---- 2. tokens ----------------------------------------------------------------------------------
 
 _COMMANDS = {*FUNCTIONS, *"frac binom sqrt pi".split()}
-_LETTERS = """
-alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau
-upsilon phi chi psi omega hbar ell nabla partial bar overline underline tilde infty emptyset
-""".split()
 # The tokens that can name a quantity. Other commands can be relations or negations: \to, \not.
 NAME = re.compile(
     rf"(?!(?:[ei]|{'|'.join(_COMMANDS)})\Z)[^\W\d_]"
@@ -153,13 +180,15 @@ def tokenize(text: str) -> list[str]:
 
 # ---- 3. values: a parser that computes ----------------------------------------------------------
 
-_RELATIONS = frozenset("= < > ≤ ≥ ≠".split())
-_STOP = _RELATIONS | {"", *") ] } \\} , ; ∨ + -".split()}
+_RELATIONS = frozenset("= < > ≤ ≥ ≠ ∈".split())
+_STOP = _RELATIONS | {"", *") ] } \\} \\rfloor \\rceil , ; ∨ ∧ ∪ ∖ + -".split()}
 _CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
+_CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
+_LISTS = ({"{}", ","}, {"{}", "∨"}, {",", "∨"}, {",", "∧"})  # kinds that can be the same list
 _is_number = re.compile(r"[\d.]").match
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j}
-# 1 / 0; unreadable text; a set plus one; nested too deeply
-_FAILURES = (ArithmeticError, ValueError, TypeError, RecursionError)
+# 1 / 0; unreadable text; a set plus one; one without a set; nested too deeply
+_FAILURES = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
 
 # Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
 # _NAMED_VALUE names any value: x, f(n), (x, y). _NAMED_NUMBER names a number: AB, f(2), m + n.
@@ -171,9 +200,11 @@ _NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+"
 class _Form:
     """An answer that is not one number.
 
-    kind: "()", "(]", "[)" or "[]" for a point or an interval, "{}" for a set, a list or a union,
-    "=" for an equation or a named value, "<", "≤" or "≠" for other relations.
-    name: x in x = 5, f(n) in f(n) = 2n, b_7 in the number 5_7. The named value is the last part.
+    kind: "()", "(]", "[)" or "[]" for a point or an interval, "{}" for a set, "∨" for a union or a
+    list with "or", "∧" for a list with "and", "," for a list that can be either, "=" for an
+    equation or a named value, "<", "≤", "≠" or "∈" for other relations.
+    name: x in x = 5 and x < 5, f(n) in f(n) = 2n, b_7 in the number 5_7. The named value is the
+    last part: 5, and the interval (-∞, 5).
     """
 
     kind: str
@@ -212,6 +243,7 @@ class _Reader:
 
     def __init__(self, tokens: list[str], point: int):
         self.tokens, self.at, self.point = [*tokens, ""], 0, point
+        self.degree = math.pi / 180 if FUNCTIONS.keys() & tokens else 1  # 30° counts for 30
 
     @property
     def next(self) -> str:
@@ -224,22 +256,32 @@ class _Reader:
         return token
 
     def answer(self):
-        parts = self.items(",;∨")
+        value = self.items(",;∨∧∪")
         if self.next:
             raise ValueError(f"unexpected {self.next}")
-        return parts[0] if len(parts) == 1 else _Form("{}", parts)
+        return value
 
-    def items(self, separators: str) -> list:
-        parts = [self.relation()]
-        while self.take(*separators):
+    def items(self, separators: str):
+        """Read a value or a list. A set of names or a range makes "and" differ from "or"."""
+        parts, marks = [self.relation()], []
+        while mark := self.take(*separators):
+            marks.append("∨" if mark == "∪" else mark)
             parts.append(self.relation())
-        return parts
+        if not marks:
+            return parts[0]
+        forms = [part for part in parts if isinstance(part, _Form)]
+        names = {form.name for form in forms} - {""}
+        if len(names) < 2 and not any(form.kind[0] in "∨<>≤≥≠∈" for form in forms):
+            return _Form("∨" if "∨" in marks else ",", parts)  # 1, 2 and 3
+        if "∨" in marks and ("∧" in marks or len(names) > 1 and {*marks} != {"∨"}):
+            return _Form("".join(marks), parts)  # groups, in order: x = 1, y = 2 or x = 3, y = 4
+        return _Form("∨" if "∨" in marks else "∧" if "∧" in marks else ",", parts)
 
     def relation(self):
         parts, sides, operators = [], [], []
         while len(parts) == len(operators):
             start = self.at
-            parts.append(self.sum())
+            parts.append(self.items("∪") if operators[-1:] == ["∈"] else self.sum())
             sides.append(self.tokens[start : self.at])
             operators += filter(None, [self.take(*_RELATIONS)])
         if not operators:
@@ -262,20 +304,24 @@ class _Reader:
         if {*operators} <= {">", "≥"}:  # 2 > x is x < 2
             parts, names = parts[::-1], names[::-1]
             operators = ["<" if operator == ">" else "≤" for operator in operators[::-1]]
-        if {*operators} <= {"<", "≤"}:
-            start, end = "[" if operators[0] == "≤" else "(", "]" if operators[-1] == "≤" else ")"
-            if len(parts) == 3 and names[1]:  # 1 < x < 2
-                return _Form(start + end, [parts[0], parts[2]])
-            if len(parts) == 2 and names[0]:  # x < 2
-                return _Form("(" + end, [-self.variable("\\infty"), parts[1]])
-            if len(parts) == 2 and names[1]:  # 2 < x
-                return _Form(start + ")", [parts[0], self.variable("\\infty")])
+        if operators == ["∈"] and names[0] and isinstance(parts[1], _Form):
+            whole = parts[1].parts if parts[1].kind in ("{}", "∨") else parts[1:]
+            named = [_Form("∈", [parts[0], part], names[0]) for part in whole]
+            return _Form("∨", named) if named[1:] else named[0]
+        at = 0 if names[0] and len(parts) == 2 else 1  # the name's place
+        if {*operators} <= {"<", "≤"} and names[at] and len(parts) < 4:
+            ends = [-self.variable("\\infty"), *parts, self.variable("\\infty")]
+            kind = ("[" if "≤" in operators[:at] else "(") + ("]" if "≤" in operators[at:] else ")")
+            return _Form("∈", [parts[at], _Form(kind, ends[at : at + 3 : 2])], names[at])
         return _Form("".join(operators), parts)
 
     def sum(self):
         value = self.product()
         while self.next in ("+", "-"):
             value = value + self.product()  # which reads the sign
+        if self.take("∖") and value.kind == "()":  # (-∞, 3) ∪ (3, ∞)
+            ends = [value.parts[0], *sorted(self.product().parts), value.parts[1]]
+            return _Form("∨", [_Form("()", list(pair)) for pair in itertools.pairwise(ends)])
         return value
 
     def product(self):
@@ -287,9 +333,9 @@ class _Reader:
         return value
 
     def neighbour(self):
-        """Read a factor without an operator: x and 3^2 in 2 x 3^2. 2 3 and 2{3} are refused."""
+        """Read a factor without an operator: x, 3^2 and 3! in 2x 3^2 3!. 2 3 is refused."""
         after = [token for token in self.tokens[self.at : self.at + 4] if token not in "{}"]
-        if after and _is_number(after[0]) and after[1:2] != ["^"]:
+        if after and _is_number(after[0]) and after[1:2] not in (["^"], ["!"]):
             raise ValueError("a number right beside another factor")
         return self.power()
 
@@ -300,6 +346,7 @@ class _Reader:
 
     def power(self):
         value = self.primary()
+        value = self.degree * value if self.take("°") else value
         if self.take("!"):
             value = _factorial(value)
         return _power(value, self.signed()) if self.take("^") else value
@@ -327,10 +374,12 @@ class _Reader:
         raise ValueError(f"unexpected {token}")
 
     def group(self, opening: str):
-        parts = self.items(",;" if opening in "([" else ",;∨")
-        closing = self.take(*_CLOSING[opening])
-        if not closing:
+        value = self.items(",;" if opening in "([" else ",;∨∧∪")
+        if not (closing := self.take(*_CLOSING[opening])):
             raise ValueError(f"an open {opening}")
+        if opening.startswith("\\l"):  # a floor is an unknown function of its content
+            return self.variable(f"{opening}{complex(value) + 0:.9g}")  # + 0: no -0
+        parts = value.parts if getattr(value, "kind", "") in ("∨", "∧", ",") else [value]
         kind = "{}" if opening in ("{", "\\{") else opening + closing
         if len(parts) == 1 and opening != "\\{" and kind in ("()", "[]", "{}"):
             return parts[0]
@@ -345,7 +394,7 @@ class _Reader:
             argument = self.signed()
             while not (self.next in _STOP or self.next in "*/" or self.next in FUNCTIONS):
                 argument = argument * self.neighbour()
-        if exponent == -1 and name in ("sin", "cos", "tan"):
+        if exponent == -1 and "arc" + name in FUNCTIONS:
             name, exponent = "arc" + name, 1
         return _power(FUNCTIONS[name](argument) / cmath.log(base), exponent)
 
@@ -360,8 +409,7 @@ class _Reader:
 def _close(a, b) -> bool:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
-    size = max(abs(a), abs(b))
-    slack = TOLERANCE * size if a and b else 1e-12  # \sin \pi is 0 up to rounding
+    slack = TOLERANCE * max(abs(a), abs(b)) if a and b else 1e-12  # \sin \pi is 0 up to rounding
     return abs(a - b) <= slack < math.inf
 
 
@@ -377,14 +425,14 @@ def _same(a, b) -> bool:
     forms = isinstance(a, _Form) + isinstance(b, _Form)
     if not forms:
         return _close(a, b)
-    if forms == 1 or a.kind != b.kind:
+    if forms == 2 and a.name and b.name:
+        return a.name == b.name and _same(a.parts[-1], b.parts[-1])
+    if forms == 1 or a.kind != b.kind and {a.kind, b.kind} not in _LISTS:
         bare_a, bare_b = _bare(a), _bare(b)
         return (bare_a is not a or bare_b is not b) and _same(bare_a, bare_b)
-    if a.name and b.name:
-        return a.name == b.name and _same(a.parts[-1], b.parts[-1])
     if len(a.parts) != len(b.parts):
         return False
-    if a.kind not in ("{}", "="):
+    if a.kind not in ("{}", ",", "∨", "∧", "="):
         return all(map(_same, a.parts, b.parts))
     rest = list(b.parts)  # in any order
     for x in a.parts:
@@ -396,12 +444,10 @@ def _same(a, b) -> bool:
 
 
 def _proportional(a: list, b: list) -> bool:
-    """Whether two equations differ by a constant factor: y = 2x and 2x - y = 0.
-
-    The gap between the sides is compared by its change from point to point, because a large
-    constant hides no difference there.
-    """
-    if not all(isinstance(x, _Form) and x.kind == "=" for x in a + b):
+    """Whether two equations differ by a constant factor: y = 2x and 2x - y = 0."""
+    # The change of the gap between the sides is compared, because a large constant hides none.
+    equations = all(isinstance(x, _Form) and x.kind == "=" for x in a + b)
+    if not equations or a[0].name == b[0].name != "":  # two values of the same name were compared
         return False
     p, q = ([x.parts[0] - x.parts[1] for x in values] for values in (a, b))
     changes = [(x - p[0], y - q[0]) for x, y in zip(p[1:], q[1:])]
@@ -429,10 +475,7 @@ _OPTION = re.compile(
 
 
 def math_equal(a: str, b: str) -> bool:
-    """Whether two final answers, without their boxes, are equal.
-
-    The order of the two does not matter. It never raises and takes bounded time.
-    """
+    """Whether two final answers, without boxes, are equal, in either order. It never raises."""
     a, b = a.strip(), b.strip()
     if a == b or max(len(a), len(b)) > MAX_CHARS:
         return a.split() == b.split()
@@ -462,15 +505,13 @@ def rounds_to(answer: str, gold: str) -> bool:
     digits (41.8). The answer may differ by half a unit in the last digit, and by 1 % at most.
     """
     gold = gold.strip(" $")
-    if max(len(answer), len(gold)) > MAX_CHARS:
+    number = re.fullmatch(r"[-+]?(?=[\d.])(\d*)(?:\.(\d+))?(?:e([-+]?\d{1,3}))?", gold)
+    if not number or max(len(answer), len(gold)) > MAX_CHARS:
         return False
-    if not re.fullmatch(r"[-+]?\d*\.?\d+(?:e[-+]?\d{1,3})?", gold):
+    whole, decimals, exponent = number.groups("")
+    if not exponent and (not decimals or len((whole + decimals).lstrip("0")) < 3):
         return False
-    digits, _, exponent = gold.partition("e")
-    places = len(digits.partition(".")[2])
-    if not exponent and (places == 0 or len(digits.replace(".", "").lstrip("+-0")) < 3):
-        return False
-    target, unit = Fraction(gold), Fraction(10) ** (int(exponent or 0) - places)
+    target, unit = Fraction(gold), Fraction(10) ** (int(exponent or 0) - len(decimals))
     slack = min(unit / 2, abs(target) / 100)
     for values in _readings(clean(answer)):  # a variable differs from point to point
         with contextlib.suppress(*_FAILURES):

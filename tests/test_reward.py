@@ -1,25 +1,22 @@
 """The grader: what it accepts, what it refuses, and that nothing makes it slow or raises."""
 
 import random
+import re
 import sys
+import time
 
 import pytest
-import spellings
-from spellings import boxed
+from helpers import ROOT
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
 from support.answers import RULES
 from support.errors import RewardError
 
-needs_benchmarks = pytest.mark.skipif(
-    not spellings.BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder"
-)
-
 EQUAL = r"""
-\frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2
+\frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}
 1\frac{4}{5} | 1.8 | 1 4/5
 11,\! 111,\! 111,\! 100 | 11111111100 | 11,111,111,100 | 11{,}111{,}111{,}100
-17.5\% | 17.5 | 17.5 percent
+17.5\% | 17.5 | 17.5 percent | 17.5\text{ percent} | 0.175 | 17.5\% \text{ increase}
 5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5 \text{ 元} | 5元
 5 | --5 | 5 = x | 2 + 3 = 5 | 5\text{ sec}
 5 | \overline{AB} = 5 | \{5\} | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7)
@@ -64,13 +61,13 @@ m+n = 20+17 = 37 | 37
 \mathbb{R} | (-\infty,\infty) | x \in \mathbb R | \text{all real numbers}
 (1, 2) | \left( 1,2 \right)
 -(1, 2) | (-1, -2)
-3, 1, 2 | \{1, 2, 3\} | 1, 2, and 3
+3, 1, 2 | \{1, 2, 3\} | 1, 2, and 3 | x \in \{1, 2, 3\} | x = 1, x = 3 or x = 2
 100,200 | 100200 | 200, 100 | 100 and 200
 \{1\pm\sqrt{5},-2\} | -2, 1+\sqrt5, 1-\sqrt5
 x \in [-2,7] | -2 \le x \le 7 | 7 \ge x \geq -2
 k \geqslant 2 | [2, \infty) | 2 \le k
 x < 2 | (-\infty, 2) | 2 > x
-0 <= x < 1 | [0,1)
+0 <= x_1 < 1 | [0,1) | x_1 \in [0,1)
 (-\infty, 0) \cup\{1\}. | \{1\} ∪ (-∞, 0) | a < 0 \text{ or } a = 1
 \begin{pmatrix} 1/5 \\ 2 \end{pmatrix} | \begin{bmatrix} 0.2 \\ 2 \end{bmatrix}
 \begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix} | \begin{bmatrix}-1&0\\0&-1\end{bmatrix}
@@ -83,7 +80,7 @@ N \equiv 5 \pmod{10^3} | 5 mod 10^3
 n \equiv 1, 3 \pmod 8 | 3, 1
 n \bmod 2 | n \pmod{2}
 2:3 | 4:6
-12 | 12 \text{ divisors} | 12 \text{ factors} | 12 divisors
+12 | 12 \text{ divisors} | 12 \text{ factors} | 12 divisors | 12\text{ red cars} | 12\text{ people}
 \pm a m | \pm am
 \\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
@@ -94,6 +91,24 @@ t^{2} \lvert y \rvert | t^2 \left| y \right|
 25％ | 25\%
 ｘ＝７。 | x = 7
 ｛1；2｝ | 2, 1
+210 | \frac{10!}{4!6!} | {10 \choose 4} | 10 \choose 4 | \frac{35}{144} 3!4!3!
+3.5 | 3.5\,\frac{\text{m}}{\text{s}} | 3.5\,\frac{\mathrm{kg}\cdot\mathrm{m}}{\mathrm{s}^{2}}
+25 | 25~{\rm m\,s^{-1}} | 25 sq. units | 25 \text{ sq. cm} | \text{25 hours} | x = \text{25 cm}
+\begin{pmatrix} 0.5 \\[4pt] 2 \\\end{pmatrix} | \begin{smallmatrix} \frac12 \cr 2 \end{smallmatrix}
+(a,b) \in \{(4,1), (1,4)\} | (1,4), (4,1) | (a,b) = (1,4) \text{ or } (a,b) = (4,1)
+\mathbb{R} \setminus \{3, -1\} | (-\infty,-1) \cup (-1,3) \cup (3,\infty) | ℝ \setminus \{-1, 3\}
+\left]-\infty,2\right[ \cup ]3,\infty[ | (-\infty,2) \cup (3,\infty) | x < 2 or x > 3 | x < 2, x > 3
+x != 3 | x \ne 3 | x \not= 3
+30º ‑ 2½θ⁻⁴ | 30^\circ - 2\frac12\theta^{-4}
+1, 2, \ldots, n | 1, 2, \dots, n | 1, 2, ..., n | 1,2,…,n
+\sin{60^\circ} | \frac{\sqrt3}{2} | \sin 60^{\circ} | \cos (90° - 60°)
+(0, \pm 2), (4, \pm 23) | (0,2), (0,-2), (4,23), (4,-23)
+1 + \left\lceil \dfrac{n}{2} \right\rceil | \lceil n/2 \rceil + 1 | ⌈n/2⌉ + 1
+x > -1 \text{ and } x < 1 | x < 1 and x > -1 | x > -1, x < 1
+m = 2 and n = 3 | n = 3, m = 2 | 2, 3
+\cot^{-1} 2 | \arctan(1/2) | \operatorname{arccot} 2
+\cosh^{-1} 2 | \ln(2+\sqrt3) | \operatorname{arcosh} 2
+AB, 2CD | 2DC, AB
 C | (C) | \text{(C)} | \textbf{(C)}\ 7 | C. 7 | C) 7 | C．7 | \text{Option C} | Option C: \frac12
 """
 DIFFERENT = r"""
@@ -105,7 +120,7 @@ DIFFERENT = r"""
 \frac{1}{2004!} | \frac{1}{2006!}
 e^{500} e^{500} | e^{400} e^{500} | 5
 x + 10^{10} | x + 10^{10} + 1
-\frac13 | 0.3333
+\frac13 | 0.3333 | 0.333...
 -2 | \sqrt{-4}
 1 | \frac{1}{0} | NaN | \lceil \{1\} \rceil
 3!! | 720
@@ -151,7 +166,7 @@ y = e^x + 1000000 | y = e^x + 1000001
 36 \approx 37 | 37
 x > 2 | x \ge 2
 x \ne 2 | x < 2
-[1,2] | 2x \in [1,2]
+[1,2] | 2x \in [1,2] | x \in A | ]1,2]
 1 < 2x < 4 | (1,4)
 (4 \text{ or } 6) | (4, 6)
 \mathbb{R} \setminus \{2\} | \mathbb{R}
@@ -192,11 +207,34 @@ abc | -abc | a, b, c
 -221_3 | -221_4 | 221_3
 （1，2） | （2，1）
 25％ | 52％
+x > -1 \text{ or } x < 1 | x > -1 \text{ and } x < 1
+x < 0 and x > 1 | x < 0 or x > 1 | (-\infty,0) \cup (1,\infty)
+p \vee q | p \wedge q | p, q
+x = 1 or y = 2 | x = 1 and y = 2
+x>0 and y<1 or x<0 and y>1 | x>0 and y>1 or x<0 and y<1
+x < 2, y \ge 3 | y < 2, x \ge 3 | x < 2, z \ge 3
+x \in [0,1] | y \in [0,1] | 0 \le y \le 1
+x \in (0,1) \cup (2,3) | y \in (2,3) \cup (0,1)
+x = 1 or x = 2 | y \in \{1,2\} | x \in \{1\}
+(a,b) \in \{(4,1), (1,5)\} | (a,b) \in \{(4,1), (5,1)\} | (b,a) \in \{(4,1), (1,5)\}
+(-\infty,3) \cup (3,\infty) | \mathbb{R} \setminus \{-3\} | (-\infty,3) \cup [3,\infty)
+1 | \frac{\cot^{-1} 2}{\tan 2} | \cosh(2) \cosh^{-1} 2 | \frac{\sec^{-1} 2}{\cos 2}
+3 | 3\text{ eighths} | 3 eighths | 3\text{ halves} | 3\text{ pairs} | 3\text{ fourths}
+7 | 7\text{ (extraneous)} | 7\text{ or none} | 7\text{ factorial} | 7 factorial
+7 | 7\text{ dozen eggs} | 7\text{ more days} | 7\text{ extraneous roots} | 7\text{ (rejected)}
+IX | XI | \text{XI} | I \cdot X
+\vec{AB} | \vec{BA} | B A
+\sin 30 | \sin 30^\circ | ½
+I = -e^{-40 t}(2 - \sin 30 t) | I = -e^{-40 t}(2 - \sin 32 t)
 B | (C) | A or B | B or C | (B) or (C) | \text{B or C} | B. 7 or C. 8 | (A) B | B + 7 | BC. 7
 B | not (B) | \textbf{(A)}\ 7 | Option C | (B), (C) | 7 B | A. B | b. 7
 BC | (B) 7 | (BC) 7
 b | (b) 7
 """
+
+
+def boxed(answer: str) -> str:
+    return rf"Adding both sides we find that it is $\boxed{{{answer}}}$."
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
@@ -220,6 +258,19 @@ def test_different(a, b):
     assert not math_equal(a, b) and not math_equal(b, a)
 
 
+def limits() -> list[tuple[str, str, bool]]:
+    """The pairs of the page's two lists: an answer, the right answer, and whether it counts."""
+    text = (ROOT / "docs" / "reference.md").read_text().split("**The grader**")[1].split("\n## ")[0]
+    lists = dict(zip([False, True], text.split("It accepts"), strict=True))
+    pair = r"`([^`]+)`\s+for\s+`([^`]+)`"
+    return [(*found, counts) for counts in lists for found in re.findall(pair, lists[counts])]
+
+
+@pytest.mark.parametrize("answer, gold, counts", limits())
+def test_limits_on_the_page(answer, gold, counts):
+    assert is_correct(boxed(answer), gold) is counts
+
+
 @pytest.mark.parametrize(
     "response, answer",
     [
@@ -234,7 +285,9 @@ def test_different(a, b):
         ("x" * 500_000 + r"\boxed{5}", "5"),
         (r"\boxed{4}" + "\nAnswer: 5", "4"),
         (r"\boxed{4", None),
-        (r"\boxed{4} no, \boxed{ }", None),
+        (r"\boxed{5}. The answer is in \boxed{ }.", "5"),
+        (r"\boxed{4} no, $\boxed -4.5$.", "-4.5"),
+        (r"\boxed{4} and \boxed 5/6", "4"),
         ("the answer is 4", None),
         ("Answer: 4", None),
         ("", None),
@@ -246,7 +299,6 @@ def test_extract_answer(response, answer):
 
 def test_an_earlier_box_never_counts():
     assert not is_correct(r"\boxed{4} no, \boxed{5}", "4")
-    assert not is_correct(r"\boxed{4} no, \boxed{}", "4")
     assert is_correct(r"\boxed{4}", r"\boxed{4}") and is_correct(r"\boxed{4}", "$4$")
     assert math_reward(boxed("2/4"), "0.5") == 1.0 and math_reward(boxed("2/3"), "0.5") == -1.0
 
@@ -309,18 +361,6 @@ def test_a_reward_that_is_not_there_is_one_line(tmp_path):
             load_reward(spec)
 
 
-@needs_benchmarks
-def test_spellings_of_all_gold_answers():
-    right, wrong = spellings.cases()
-    assert len(spellings.golds()) == 1546 and len(right) > 25_000 and len(wrong) > 25_000
-    # A part of them keeps the suite short.
-    right, wrong = (random.Random(0).sample(part, 10_000) for part in (right, wrong))
-    refused = [c for c in right if not is_correct(boxed(c[2]), c[1])]
-    accepted = [c for c in wrong if is_correct(boxed(c[2]), c[1])]
-    assert len(refused) <= 0.002 * len(right), refused[:20]
-    assert len(accepted) <= 0.001 * len(wrong), accepted[:20]
-
-
 def test_not_strings():
     for value in (None, 5, b"\\boxed{5}", ["5"]):
         assert extract_answer(value) is None and is_correct(value, "5") is False
@@ -357,9 +397,29 @@ def test_fuzz():
     assert extracted > 1_500
 
 
+# Pieces that are repeated; an opening, how often, and its closing around a 5; whole answers.
+PIECES = r"""
+9^ 500! 9^{2000} \frac{1}{7^{2000}}+ \frac{1}{7^{800}}+\frac{1}{11^{700}}- \sin9^{2000} n+ x=y=
+n^{400}/7^{300}+ (\pm1,\{ 5metres m+ f(x)=x, x<1or |1 1& _\text{ x=( x=\{ =\lim{a ⟦
+½ x∈ x∪ x<1and 5\text{cats {\over {\rm \\[4pt] \frac{\text{m}}{\text{ \lfloor ]1, 3! ⁻ \sin3°
+""".split()
+NESTED = [("{", 5_000, "}"), ("(", 280, ")"), (r"x=\{", 90, r"\}"), (r"\sqrt{", 80, "}")]
+COSTLY = r"""
+9^{9^{9^9}} 2^{10^7} 1e999999999 1000000000! \frac{1}{0} 0^0 NaN __import__('os').system('echo')
+""".split()
+COSTLY += ["\0" * 580, "7" * 100_000, "5" + " " * 570 + "mod !"]
+COSTLY += ["+".join(rf"{n}^-{1_000 - 4 * n}" for n in range(11, 90) if n % 2 and n % 3)]
+COSTLY += [r"\boxed{5}" + "{" * 2_000_000, "{" * 2_000_000, "Answer: 5\n" * 200_000]
+COSTLY += [r"\boxed{" * 280_000, r"\boxed{}" * 250_000, (r"\boxed" + " " * 60) * 30_000]
+
+
 @pytest.mark.parametrize("length", [590, 10_000])
 def test_hostile_input_is_read_quickly(length):
-    fragments = [piece * (length // len(piece) - 1) for piece in FRAGMENTS]
-    for text in spellings.hostile(length) + fragments:
+    texts = COSTLY + [a * n + "5" + b * n for a, n, b in NESTED]
+    for piece in PIECES + FRAGMENTS:
+        texts += [piece * (length // len(piece) - 1) + end for end in ("", "5")]
+    for text in texts:
         for response, gold in ((boxed(text), "5"), (boxed("0 + " + text), text), (text, "5")):
-            assert spellings.seconds(is_correct, response, gold) < 1, text[:50]
+            start = time.process_time()
+            is_correct(response, gold)
+            assert time.process_time() - start < 1, text[:50]
