@@ -9,7 +9,6 @@ two answers are equal. load_reward loads a reward of your own.
 
 import copy
 import importlib.util
-import math
 import numbers
 import re
 import sys
@@ -81,7 +80,7 @@ def load_reward(spec: str = "") -> Reward:
     without "row" keeps math_reward. FILE.py may import modules from its own folder.
 
     Raises RewardError if there is no such file or function. The returned function raises it if your
-    function fails or returns no finite number.
+    function fails or returns no number that float32 can hold.
     """
     if not spec:
         return lambda text, problem: math_reward(text, problem["answer"])
@@ -106,7 +105,8 @@ def load_reward(spec: str = "") -> Reward:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"
             raise RewardError(f"--reward {spec}: {error!r} at {where}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        # Advantages are float32. NaN is not below anything.
+        if not isinstance(value, numbers.Real) or not abs(value) < 3.4e38:
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
         return float(value)
 

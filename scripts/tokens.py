@@ -3,16 +3,14 @@
     python scripts/tokens.py RUN                            # a run of stapo.py, newest checkpoint
     python scripts/tokens.py RUN/checkpoints/step_000020    # an older checkpoint
     python scripts/tokens.py @recipes/qwen3-1.7b-one-80gb   # before any training
-    python scripts/tokens.py @recipes/qwen3-1.7b-one-80gb --model M --batch_size 64
 
 The model samples the responses of one step, to --batch_size prompts. S2T chooses among the tokens,
 mini-batch by mini-batch, whatever the --method of a run. The script prints metrics with the
 sampling check, a response, the share of silenced tokens, and the most frequent tokens of low p. It
-writes quadrants.md, gradients.png and responses.html into --output: by default RUN/figures, or
-runs/tokens-<model>.
+writes quadrants.md, gradients.png and responses.html into --output.
 
 RUN gives its flags. Flags on the command line replace the flags of RUN. All flags of stapo.py are
-accepted. Flags that are only about training change nothing here, and --help does not show them.
+accepted. Those that are only about training change nothing, and --help does not show them.
 """
 
 import argparse
@@ -42,8 +40,6 @@ USED = (  # the flags of stapo.py that --help shows
     "tokens_per_micro_batch threads".split()
 )
 
-Tokens = dict[str, Tensor]  # all tokens of responses with A > 0, response after response: (N,) each
-
 
 class UsedFlags(Parser):
     """A parser that accepts all flags of stapo.py. Its --help shows those in USED."""
@@ -52,9 +48,7 @@ class UsedFlags(Parser):
         if names[0].startswith("--") and names[0][2:] not in USED:
             options["help"] = argparse.SUPPRESS
         if names[0] == "--output":
-            options["help"] = (
-                "folder of what is written; empty: RUN/figures, or runs/tokens-<model>"
-            )
+            options["help"] = "folder of the files; empty: RUN/figures, or runs/tokens-<model>"
         return super().add_argument(*names, **options)
 
 
@@ -85,23 +79,6 @@ def parse(argv: list[str] | None) -> stapo.Config:
     return replace(cfg, output=given.get("output") or output or f"runs/tokens-{name}")
 
 
-def choose(batch: stapo.Batch, cfg: stapo.Config) -> tuple[Tensor, Tensor]:
-    """Return S2T's choice in each mini-batch: silenced (B, L) bool, and tau_h (B, 1) in nats.
-
-    tau_h is -inf if a mini-batch has no candidates.
-    """
-    tau_h, silenced = torch.zeros(len(batch.mask), 1), torch.zeros_like(batch.mask)
-    for rows in torch.arange(len(tau_h)).split(cfg.mini_batch_size * cfg.group_size):
-        logp, entropy = batch.old.logp[rows], batch.old.entropy[rows]
-        A, mask = batch.advantages[rows], batch.mask[rows]
-        candidates = stapo.spurious_candidates(logp, A, mask, tau_p=cfg.tau_p)
-        over = mask if cfg.quantile_over == "all" else candidates
-        tau_h[rows] = threshold = stapo.quantile(entropy[over], cfg.q)
-        options = {"tau_p": cfg.tau_p, "tau_h": threshold}
-        silenced[rows] = stapo.spurious_mask(logp, A, entropy, mask, **options)
-    return silenced, tau_h
-
-
 @torch.no_grad()
 def next_words(model: torch.nn.Module, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the model expected in place of each of the last `count` tokens of a response.
@@ -118,16 +95,19 @@ def next_words(model: torch.nn.Module, ids: Tensor, count: int) -> tuple[Tensor,
     return tuple(torch.cat(tensors) for tensors in zip(*parts))
 
 
-def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> Tokens:
-    """Return the tokens with A > 0, with their gradient norms and their quadrants of (p, H).
+def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[str, Tensor]:
+    """Return all N tokens with A > 0, response after response, as (N,) and (N, 5) tensors.
 
-    The gradient norm is that of Sec. 3.2, Lemma, at rho = 1. It needs no backward pass:
+    The gradient norm `norm` is that of Sec. 3.2, Lemma, at rho = 1. It needs no backward pass:
     ||dJ/da|| = |A| sqrt(1 - 2 p + sum_v pi(v)^2).
 
     H is low below tau_h of the mini-batch, or, without candidates, below the 0.8-quantile of H over
     all these tokens.
     """
-    silenced, tau_h = choose(batch, cfg)
+    parts = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
+    choices = [stapo.silence_spurious(part, None, cfg) for part in parts]  # None: p, H under pi_old
+    silenced = batch.mask & ~torch.cat([choice.keep for choice in choices])  # (B, L)
+    tau_h = torch.cat([choice.tau_h.expand(len(choice.keep), 1) for choice in choices])  # (B, 1)
     right = batch.mask & (batch.advantages > 0)[:, None]  # (B, L)
     words = []
     with distributed.gathered(policy) as model:
@@ -155,7 +135,7 @@ def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> Token
     }
 
 
-def rule(t: Tokens, cfg: stapo.Config, tokenizer: Tokenizer) -> str:
+def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
     """Say in words which tokens are silenced, how sure the model was there, and what they are."""
     low, high = t["threshold"].min(), t["threshold"].max()
     text = f"A token is silenced if p < τ_p and H < τ_h. τ_p is {cfg.tau_p:g}. τ_h is "
@@ -173,10 +153,10 @@ def rule(t: Tokens, cfg: stapo.Config, tokenizer: Tokenizer) -> str:
     return text
 
 
-def quadrants(t: Tokens, all_tokens: int) -> str:
+def quadrants(t: dict[str, Tensor], all_tokens: int) -> str:
     """Return the taxonomy of Sec. 3.2 as a Markdown table."""
-    of_all = "share of all responses' tokens"
-    rows = [["tokens with A > 0", "count", "share", of_all, "mean gradient norm"], ["---"] * 5]
+    rows = [["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]]
+    rows.append(["---"] * 5)
     for p, h in (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high")):
         here = (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))  # (N,)
         name = f"{p} p, {h} H" + (" (silenced)" if p == h == "low" else "")
@@ -186,7 +166,7 @@ def quadrants(t: Tokens, all_tokens: int) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def draw_gradients(t: Tokens, cfg: stapo.Config, file: Path) -> None:
+def draw_gradients(t: dict[str, Tensor], cfg: stapo.Config, file: Path) -> None:
     """Draw the gradient norm over the probability, coloured by entropy; low p on top."""
     drawn = t["low_p"].long().argsort(stable=True)
     p, norm, silenced = t["p"][drawn].clamp(min=1e-12), t["norm"][drawn], t["silenced"][drawn]
@@ -203,7 +183,7 @@ def draw_gradients(t: Tokens, cfg: stapo.Config, file: Path) -> None:
     plt.close(fig)
 
 
-def describe(t: Tokens, row: int, sample: dict, task: stapo.Task) -> dict:
+def describe(t: dict[str, Tensor], row: int, sample: dict, task: stapo.Task) -> dict:
     """Return a response for the page, with one list entry for each token that is shown.
 
     At most WINDOW tokens are shown: around the first silenced token, or from the beginning.
@@ -232,17 +212,14 @@ def run(cfg: stapo.Config) -> None:
     progress.say(f"the batch of step {step}: {words}")
     progress.check_sampler(metrics | {"step": step})
     progress.say(progress.response_in_words(samples[0], step))
-    candidates = stapo.spurious_candidates(
-        batch.old.logp, batch.advantages, batch.mask, tau_p=cfg.tau_p
-    )
-    count, all_tokens = int(choose(batch, cfg)[0].sum()), int(batch.mask.sum())
-    each = int(candidates.sum()) * cfg.mini_batch_size / cfg.batch_size
-    share = f"STAPO silences {count:,} of {all_tokens:,} tokens, {percent(count / all_tokens)}"
-    progress.say(f"{share}; candidates in a mini-batch: {each:.1f}")
     if not (batch.advantages > 0).any():
-        progress.say("nothing to draw: no response has A > 0; try a larger --batch_size")
-        return
+        return progress.say("nothing to draw: no response has A > 0; try a larger --batch_size")
     t = right_tokens(policy, batch, cfg)
+    count, all_tokens = int(t["silenced"].sum()), int(batch.mask.sum())
+    share = percent(count / all_tokens)
+    progress.say(f"STAPO silences {count:,} of {all_tokens:,} tokens, {share}")
+    each = t["low_p"].sum() * cfg.mini_batch_size / cfg.batch_size
+    progress.say(f"candidates in a mini-batch: {each:.1f}")
     table = f"### {cfg.model}\n\n{quadrants(t, all_tokens)}\n{rule(t, cfg, task.tokenizer)}\n"
     (out / "quadrants.md").write_text(table, "utf-8")
     draw_gradients(t, cfg, out / "gradients.png")

@@ -101,7 +101,7 @@ def test_everything_equals_a_plain_second_computation(
     candidates = sum(r["low"][0] for r in truth)
     assert collected[0][0] == 1 and 10 < len(silenced) < candidates
     said = f"STAPO silences {len(silenced)} of {every:,} tokens, "
-    said += f"{100 * len(silenced) / every:.3g} %; candidates in a mini-batch: {candidates / 3:.1f}"
+    said += f"{100 * len(silenced) / every:.3g} %\ncandidates in a mini-batch: {candidates / 3:.1f}"
     assert f"{said}\n" in printed
     accuracy = float((batch.rewards > 0).double().mean())
     assert re.search(f"the batch of step 1: .*, accuracy {accuracy:.4g}, .*, entropy_p50 ", printed)
@@ -196,7 +196,7 @@ def test_without_a_right_answer_a_response_is_printed(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "accuracy 0, zero_advantage_fraction 1," in said and "nothing to draw" in said
     assert re.search(r"--- step 1, wrong \(the answer is -?\d+\): Q: .+\n.+\n", said)
-    assert "silences 0 of " in said and not list(out.iterdir())
+    assert not list(out.iterdir())
 
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_refused_in_one_line(tmp_path):
