@@ -22,8 +22,7 @@ In a group, A > 0 means R above the group's mean: with the rewards +1 and -1, a 
 
 Every rank runs every function. An InputError of one rank is raised on all ranks or ends the job.
 
-In tests/test_paper.py, test_3_3_algorithm_1_replayed_by_a_plain_second_loop repeats Algorithm 1 in
-plain code. tests/test_distributed.py compares two and four ranks with one.
+tests/test_paper.py repeats Algorithm 1 in plain code. tests/test_distributed.py compares ranks.
 """
 
 from __future__ import annotations
@@ -283,7 +282,6 @@ def ratio_sums(
     """Return the sums behind ratio_mean, approx_kl, clip_low and clip_high: 0-dim tensors.
 
     The sums are over all tokens in mask, silenced tokens included.
-
     kl_sum / tokens is the mean of rho - 1 - ln rho, an estimate of KL(pi_old || pi_theta). It grows
     with every drift. The mean of rho, ratio_sum / tokens, stays 1 if some rho grow and others
     shrink. clip_low is the number of tokens with A < 0 and rho < 1 - eps_low. clip_high is the
@@ -479,14 +477,9 @@ def collect(
     )
     rows = zip(problems, texts, rewards.tolist(), advantages.tolist(), strict=True)
     samples = [
-        {
-            "problem": p["problem"],
-            "gold": p["answer"],
-            "response": text,
-            "reward": R,
-            "advantage": A,
-        }
-        for p, text, R, A in rows
+        {"problem": problem["problem"], "gold": problem["answer"], "response": text}
+        | {"reward": reward, "advantage": advantage}
+        for problem, text, reward, advantage in rows
     ]
     return batch, samples
 
@@ -567,8 +560,7 @@ def update(
 
     Without a KL term, responses with A = 0 have no gradient: they are not forwarded, but they stay
     in the denominator. If anything is not finite, there is no step. Returns numbers over all ranks:
-    `loss`, ratio_sums, `grad_norm` before clipping, and `finite`, which says whether there was a
-    step.
+    `loss`, ratio_sums, `grad_norm` before clipping, and `finite`: whether there was a step.
     """
     keep = choice.keep * batch.mask  # (B, L): a mask of your own may be True outside responses
     denominator = keep.sum() if choice.denominator is None else choice.denominator
@@ -646,7 +638,7 @@ def clip_gradient(policy: Policy, largest: float) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-# ================================================ other methods: ablations of Sec. 4, and baselines
+# ========================================================== other methods: ablations and baselines
 
 
 def silence_candidates(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
@@ -663,10 +655,7 @@ def silence_high_entropy(batch: Batch, policy: Policy | None, cfg: Config) -> Ch
 
 
 def silence_random(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
-    """Silence random candidates: S2T sees noise for H.
-
-    The noise of a token depends on its response's seed alone.
-    """
+    """Silence random candidates: S2T sees noise for H, which a response's seed alone decides."""
     noise = torch.zeros(batch.mask.shape)  # (B, L)
     for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
         noise[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
@@ -675,10 +664,7 @@ def silence_random(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
 
 
 def silence_lowest(values: torch.Tensor, batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """S2T with values (B, L) in place of H: silence the candidates below their q-quantile.
-
-    If no two values are equal, as many candidates are silenced as by STAPO.
-    """
+    """S2T with values (B, L) in place of H. If none are equal, STAPO silences as many."""
     silenced, candidates, _ = spurious_mask(
         stats.logp,
         batch.advantages,
@@ -692,10 +678,7 @@ def silence_lowest(values: torch.Tensor, batch: Batch, stats: TokenStats, cfg: C
 
 
 def keep_high_entropy(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
-    """20-Entropy: keep the 20 % of all tokens that have the highest entropy.
-
-    The denominator is all tokens, the dropped ones included.
-    """
+    """20-Entropy: keep the 20 % of all tokens with the highest entropy, and divide by all."""
     stats = logp_and_entropy(policy, batch, cfg)
     threshold = quantile(all_cat(stats.entropy[batch.mask]), 0.8)
     keep = batch.mask & (stats.entropy >= threshold)

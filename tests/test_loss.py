@@ -3,6 +3,8 @@
 That it is the paper's loss is shown in test_paper.py.
 """
 
+import math
+
 import pytest
 import torch
 from reference import drawn
@@ -17,6 +19,62 @@ def test_quantile_of_nothing_and_of_very_much():
     size = 17_000_000  # torch.quantile refuses
     values = torch.arange(size, dtype=torch.float32).flip(0)
     assert float(quantile(values, 0.5)) == pytest.approx((size - 1) / 2, rel=1e-6)
+
+
+class NoFloat64(torch.overrides.TorchFunctionMode):
+    """Fails if a function makes float64 on a device that has none: here "meta" is that device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        is_on_the_device = isinstance(made, torch.Tensor) and made.device.type == "meta"
+        assert not (is_on_the_device and made.dtype == torch.float64), function
+        return made
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_the_quantile_makes_no_float64_on_the_device(size):
+    with NoFloat64():
+        assert quantile(torch.empty(size, device="meta"), 0.75).dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["stapo", "grpo"])
+def test_a_ratio_that_overflows(method):
+    """For A > 0 the clip is active: gradient 0, and not NaN. With A = 0 there is none at all.
+
+    For A < 0 the loss is not finite, so that the update is skipped. NaN is never hidden.
+    """
+
+    def gradient(A, log_rho):
+        logp = torch.tensor([[log_rho, 0.1]], requires_grad=True)
+        tensors = torch.zeros(1, 2), torch.tensor([A]), torch.ones(1, 2, dtype=torch.bool)
+        options = {"eps": 0.28, "beta": 0.1, "num_responses": 1}
+        if method == "stapo":
+            loss = clipped_loss(logp, *tensors)
+        else:
+            loss = grpo_loss(logp, tensors[0], None, *tensors[1:], **options)
+        return loss.detach(), torch.autograd.grad(loss, logp)[0][0]
+
+    for log_rho in (50.0, 89.0, 99.5, INF):
+        loss, grad = gradient(2.0, log_rho)
+        assert float(loss) == pytest.approx(-(1.28 + math.exp(0.1)))
+        assert grad.tolist() == [0, pytest.approx(-math.exp(0.1))]
+        loss, grad = gradient(0.0, log_rho)
+        assert loss == 0 and not grad.any()
+    assert not gradient(-2.0, 89.0)[0].isfinite()
+    assert all(gradient(A, float("nan"))[0].isnan() for A in (2.0, 0.0, -2.0))
+
+
+def test_a_clip_for_each_token():
+    """eps_high may be (B, T), alone or with eps_low: each token has its own number."""
+    logp, old_logp, advantages, entropy, mask = drawn()
+    for low, high in ((0.2, entropy / 4), (entropy / 8, entropy / 4)):
+        loss = clipped_loss(logp, old_logp, advantages, mask, eps_low=low, eps_high=high)
+        lows, each = low * torch.ones(mask.shape), []
+        for i, t in mask.nonzero().tolist():
+            one = [x[i : i + 1, t : t + 1] for x in (logp, old_logp, mask)]
+            clip = {"eps_low": float(lows[i, t]), "eps_high": float(high[i, t])}
+            each.append(clipped_loss(*one[:2], advantages[i : i + 1], one[2], **clip))
+        torch.testing.assert_close(loss, torch.stack(each).mean())
 
 
 @pytest.mark.parametrize("method", ["stapo", "grpo"])
