@@ -105,60 +105,35 @@ def test_the_flags_that_may_differ_beside_resume():
     assert set(re.findall(r"`--(\w+)`", listed)) - {"resume"} == stapo.CHANGEABLE
 
 
-# -------------------------------------------------------------------------------------- exercises
-
-
-def test_the_mask_by_hand(capsys):
-    exec(example("by-hand"), {})
-    printed = capsys.readouterr().out
-    assert "tensor([ 0.7071, -0.7071])" in printed and "tensor(1.1500)" in printed
-    assert printed.count("True") == 3 and "[False,  True, False]" in printed
-
-
 @pytest.mark.slow
 def test_the_exercises_run_as_they_stand(tmp_path):
-    """In a copy, with runs of two steps. The numbers of the two edits are those of the page."""
-    page = text_of("exercises.md")
-    for folder in ("tests/tiny", "support", "scripts"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    for file in [*ROOT.glob("*.py"), ROOT / "requirements.txt"]:
-        shutil.copy(file, tmp_path)
-    flags = re.search(r'echo "(.*)" > short', page)[1]
-    (tmp_path / "short").write_text(f"{flags} --steps 2\n")
-    (tmp_path / "own.py").write_text(re.search("`(def sevens.*?)`", page)[1] + "\n")
-    (tmp_path / "own_mask.py").write_text(example("rare"))
+    """In a copy, with runs of two steps; the last two also after their edits of stapo.py."""
+    page, copy, seen = text_of("exercises.md"), tmp_path / "copy", []
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "figures"))
+    (copy / "short").write_text(re.search(r'echo "(.*)" > short', page)[1] + " --steps 2")
+    (copy / "own.py").write_text(re.search("`(def sevens.*?)`", page)[1])
+    (copy / "own_mask.py").write_text(example("rare"))
+    by_hand = [sys.executable, "-c", example("by-hand")]
+    assert "tensor(1.1500)" in subprocess.check_output(by_hand, cwd=copy, text=True)
 
-    def run_all(section: str) -> list[float]:
-        """Run the commands; return what the last two exercises look at."""
-        seen = []
+    def run_all(section: str) -> None:
         for command in re.findall(r"(?:^|`)python ([^`\n]+)", section, re.MULTILINE):
-            options = {"shell": True, "cwd": tmp_path, "capture_output": True, "text": True}
-            done = subprocess.run(f"{sys.executable} {command}", **options)
-            assert done.returncode == 0, f"{command}: {done.stderr}"
-            newest = max(tmp_path.glob("runs/*/metrics.jsonl"), key=lambda x: x.stat().st_mtime)
-            z = re.search(r"sampling_z (\S+)", done.stdout)
+            words = f"{sys.executable} {command}"
+            said = subprocess.check_output(words, shell=True, cwd=copy, text=True)
+            newest = max(copy.glob("runs/*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+            z = re.search(r"sampling_z (\S+)", said)
             seen.append(float(z[1]) if z else read_rows(newest)[0]["grad_norm"])
-        return seen
 
-    sections = re.split(r"^\*\*\d+\. ", page, flags=re.MULTILINE)[1:]
-    before, after = [run_all(section) for section in sections], []
-    assert [len(seen) for seen in before] == [0, 1, 1, 3, 1, 1, 1, 1, 2, 1]
-    for section in sections[8:]:
-        edit = r"in `(\w+)` of `stapo.py`, change `(.*?)` to `(.*?)`"
-        function, old, new = re.search(edit, section.replace("\n", " "), re.IGNORECASE).groups()
-        source = (tmp_path / "stapo.py").read_text()
-        start, head, rest = source.partition(f"\ndef {function}(")
-        body, gap, end = rest.partition("\n\n\n")
-        assert body.count(old) == 1, f"{function}: {old}"
-        (tmp_path / "stapo.py").write_text(start + head + body.replace(old, new) + gap + end)
-        after.append(run_all(section))
-        (tmp_path / "stapo.py").write_text(source)
-    assert before[8] == pytest.approx([0.387, 0.387], abs=0.05)
-    assert before[8][0] == pytest.approx(before[8][1], rel=1e-4)
-    assert after[0] == pytest.approx([0.567, 1.795], rel=0.1)
-    assert [*before[9], *after[1]] == pytest.approx([1.0, -17.8], abs=2)
-    for said in ("is 0.387 both", "is 0.567 and 1.795", "is 1.0 before and -17.8 after"):
-        assert said in page
+    for section in re.split(r"^\*\*\d+\. ", page, flags=re.MULTILINE)[1:]:
+        run_all(section)
+        for old, new in re.findall("change `(.*?)` to `(.*?)`", section.replace("\n", " ")):
+            before, _, after = (copy / "stapo.py").read_text().rpartition(old)
+            (copy / "stapo.py").write_text(before + new + after)
+            run_all(section)
+    assert len(seen) == 15 and seen[9] == pytest.approx(seen[10], rel=1e-4)
+    assert seen[9:13] == pytest.approx([0.387, 0.387, 0.567, 1.795], rel=0.1)
+    assert seen[13:] == pytest.approx([1.0, -17.8], abs=2)
+    assert "is 0.387 both" in page and "is 0.567 and 1.795" in page and "-17.8 after" in page
 
 
 # ---------------------------------------------------------------------------------------- recipes

@@ -84,14 +84,12 @@ def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
     other = (f"eval/{name}, 8 problems", "2")  # of other problems: another curve
     assert scores == [(f"eval/{name}, 30 problems", step) for step in "02"] + [other]
     quantiles = read_csv(run / "figures" / "quantiles.csv")
-    thresholds = [(row["step"], row["mean"]) for row in quantiles if row["metric"] == "tau_h"]
-    assert thresholds == [("1", "1.25")] and len(quantiles) == 9
+    assert [row["mean"] for row in quantiles if row["metric"] == "tau_h"] == ["1.25"]
     assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1", "2"}
     for stem in ("training", "quantiles", "updates", "evaluation"):
         check_png(run / "figures" / f"{stem}.png", "#D55E00")
         image = figures.plt.imread(run / "figures" / f"{stem}.png")
-        for edge in (image[0], image[-1], image[:, 0], image[:, -1]):
-            assert edge.min() == 1, f"{stem}.png: a text is cut off"
+        assert image[[0, -1]].min() == image[:, [0, -1]].min() == 1, f"{stem}: a text is cut off"
 
 
 def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undrawn, capsys):
