@@ -25,7 +25,7 @@ def make_response(words: list[str], **more) -> dict:
 
 
 def page_of(*shown: dict) -> tuple[list[list[dict]], Page, str]:
-    text = page("runs/<b>", "p < τ_p", [*shown], 0.002)
+    text = page("runs/<b>", "p < τ_p <script>", [*shown], 0.002)
     text.encode("utf-8")  # what is not a character of its own is spelt out
     found = Page(text)
     return [response for response in found.responses if response], found, text  # not the legend
