@@ -3,6 +3,7 @@
 python experiments/costs.py    # the table of docs/training.md, which lists the assumptions
 """
 
+import argparse
 import re
 from typing import NamedTuple
 
@@ -114,5 +115,6 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     rows = [cost(run, *place) for run, places in RUNS.items() for place in places]
     print(runs.markdown(list(rows[0]), [list(row.values()) for row in rows]))

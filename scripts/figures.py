@@ -18,6 +18,7 @@ import csv
 import json
 import math
 import sys
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,8 @@ FIGURES = {
         "silenced_fraction": "silenced share of all tokens",
         "sampling_gap": "sampling gap (nats)",
     },
-    "quantiles": {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)},
+    "quantiles": {f"entropy_p{p}": f"token entropy, p{p} (nats)" for p in (50, 80, 95, 99)}
+    | {"tau_h": "threshold τ_h (nats)"},
     "updates": {
         "approx_kl": "approximate KL(π_old‖π_θ) (nats)",
         "grad_norm": "gradient norm before clipping",
@@ -165,7 +167,8 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
             x, mean, low, high = ([r[k] for r in mine] for k in ("step", "mean", "min", "max"))
             ax.plot(x, mean, marker="o" if len(x) <= 40 else "", markersize=3, **group.line)
             ax.fill_between(x, low, high, color=group.line["color"], alpha=0.2, linewidth=0)
-        ax.set(xlabel="step", ylabel=panels[metric])
+        ax.set(xlabel="step")
+        ax.set_title(textwrap.fill(panels[metric], 90 // columns), loc="left", fontsize="medium")
         ax.xaxis.get_major_locator().set_params(integer=True)
         if metric in ("accuracy", "silenced_fraction"):
             ax.yaxis.set_major_formatter(percent)
@@ -245,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
         groups = group_runs(args.runs)
         out.mkdir(parents=True, exist_ok=True)
         names = sorted({key for group in groups for run in group.runs.values() for key in run})
-        scores = {n: f"{n[5:]}\n(mean accuracy, %)" for n in names if n.startswith("eval/")}
+        scores = {n: f"{n[5:]}: mean accuracy (%)" for n in names if n.startswith("eval/")}
         for stem, panels in (FIGURES | {"evaluation": scores}).items():
             draw_curves(stem, panels, groups, out)
         for line in [line for run in args.runs for line in changes(run)] + differences(groups):

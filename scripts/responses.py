@@ -18,6 +18,7 @@ TAGS = {  # (p is low, H is low) -> how the token's element begins
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
 *, ::before, ::after {{ box-sizing: border-box; }}
@@ -27,6 +28,7 @@ body {{
 }}
 h1, h2 {{ font-size: 1.1rem; font-weight: 600; }}
 h1, h2, p, dd {{ margin: 0; }}
+.rule {{ white-space: pre-wrap; margin-top: 1rem; }}
 dl {{
   display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 1.5rem 0;
   align-items: baseline;
@@ -55,11 +57,18 @@ article .tokens > :hover::after, article .tokens > :focus::after {{
   content: attr(data-about); z-index: 1; color: #2b2a28; white-space: pre-wrap;
   font-size: .8125rem; font-weight: 400; line-height: 1.65; direction: ltr;
 }}
+@media (max-width: 56rem) {{ /* no room beside the text: the panel is at the bottom */
+  body {{ padding: 1.5rem 1rem 20rem; }}
+  .hint, article .tokens > :hover::after, article .tokens > :focus::after {{
+    top: auto; bottom: 0; left: 0; right: 0; width: auto; min-height: 0;
+  }}
+}}
 </style>
 <h1>{title}</h1>
 <p class="soft">Tokens of responses with A &gt; 0. p is the token's probability under the policy
-that sampled. H is the entropy of the policy's distribution at the token's place. {rule} Responses
-with silenced tokens come first.</p>
+that sampled. H is the entropy of the policy's distribution at the token's place. Responses with
+silenced tokens come first.</p>
+<p class="soft rule">{rule}</p>
 <dl>
 <dt class="tokens"><del>silenced</del></dt><dd>p &lt; τ_p and H &lt; τ_h: left out of the loss</dd>
 <dt class="tokens"><b>low p, high H</b></dt><dd>p &lt; τ_p, but H ≥ τ_h</dd>
@@ -124,7 +133,7 @@ def article(response: dict, tau_p: float) -> str:
 
 
 def page(name: str, rule: str, responses: list[dict], tau_p: float) -> str:
-    """Return the page. `name` is in its title, `rule` says in words which tokens are silenced.
+    """Return the page. `name` is in its title, `rule` has paragraphs on what is silenced.
 
     `responses` come from `describe` in tokens.py.
     """

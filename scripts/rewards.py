@@ -1,7 +1,4 @@
-"""Rewards for `--reward scripts/rewards.py:NAME`.
-
-`dapo` is DAPO's rule. `one_sentence` is for short questions (recipes/smollm2-135m-cpu).
-"""
+"""Rewards for `--reward scripts/rewards.py:NAME`."""
 
 import re
 

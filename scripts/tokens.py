@@ -3,19 +3,20 @@
     python scripts/tokens.py RUN                            # a run of stapo.py, newest checkpoint
     python scripts/tokens.py RUN/checkpoints/step_000020    # an older checkpoint
     python scripts/tokens.py @recipes/qwen3-1.7b-one-80gb   # before any training
-    python scripts/tokens.py @recipes/qwen3-1.7b-one-80gb --model M --batch_size 64
 
 The model samples the responses of one step, to --batch_size prompts. S2T chooses among the tokens,
 mini-batch by mini-batch, whatever the --method of a run. The script prints metrics with the
-sampling check, a response, and the share of silenced tokens. It writes quadrants.md, gradients.png
-and responses.html into --output: by default RUN/figures, or runs/tokens-<model>.
+sampling check, a response, the share of silenced tokens, and the most frequent tokens of low p. It
+writes quadrants.md, gradients.png and responses.html into --output.
 
 RUN gives its flags. Flags on the command line replace the flags of RUN. All flags of stapo.py are
-accepted. Flags that are only about training change nothing here.
+accepted. Those that are only about training change nothing, and --help does not show them.
 """
 
+import argparse
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,26 +28,43 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
-from rollout import Policy, load_policy, sampling_gap, to_text
+from rollout import Policy, Tokenizer, load_policy, to_text
 from support import distributed, progress
 from support.errors import InputError
 from support.flags import Parser, flags_of_run
 
 SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
+USED = (  # the flags of stapo.py that --help shows
+    "model data instruction chat_template reward output tau_p q quantile_over batch_size "
+    "mini_batch_size group_size max_prompt_tokens max_new_tokens seed rollout_batch_size "
+    "tokens_per_micro_batch threads".split()
+)
 
-Tokens = dict[str, Tensor]  # all tokens of responses with A > 0, response after response: (N,) each
+
+class UsedFlags(Parser):
+    """A parser that accepts all flags of stapo.py. Its --help shows those in USED."""
+
+    def add_argument(self, *names: str, **options) -> argparse.Action:
+        if names[0].startswith("--") and names[0][2:] not in USED:
+            options["help"] = argparse.SUPPRESS
+        if names[0] == "--output":
+            options["help"] = "folder of the files; empty: RUN/figures, or runs/tokens-<model>"
+        return super().add_argument(*names, **options)
 
 
 def parse(argv: list[str] | None) -> stapo.Config:
     """Read the command line. Flags that it does not give come from RUN. Raises InputError."""
-    parser = Parser(stapo.Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
+    parser = UsedFlags(stapo.Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run, or a checkpoint of a run")
     given, path = parser.given(argv), parser.parse_args(argv).run
     held, output = {}, ""
     if path:
         is_checkpoint = Path(path).parent.name == "checkpoints"
         run = Path(path).parent.parent if is_checkpoint else Path(path)
-        held = flags_of_run(stapo.Config, run)
+        try:
+            held = flags_of_run(stapo.Config, run)
+        except InputError:  # it speaks of --resume
+            raise InputError(f"RUN {run}: holds no run of stapo.py") from None
         if "model" not in given:
             saved = sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
             if not saved:
@@ -59,26 +77,6 @@ def parse(argv: list[str] | None) -> stapo.Config:
     stapo.check_flags(cfg)
     name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
     return replace(cfg, output=given.get("output") or output or f"runs/tokens-{name}")
-
-
-def choose(batch: stapo.Batch, cfg: stapo.Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Return S2T's choice: silenced and candidates, (B, L) bool, and tau_h (B, 1) in nats.
-
-    A mini-batch without candidates has -inf in tau_h.
-    """
-    tau_h, silenced = torch.zeros(len(batch.mask), 1), torch.zeros_like(batch.mask)
-    candidates = torch.zeros_like(batch.mask)
-    for rows in torch.arange(len(tau_h)).split(cfg.mini_batch_size * cfg.group_size):
-        silenced[rows], candidates[rows], tau_h[rows] = stapo.spurious_mask(
-            batch.old.logp[rows],
-            batch.advantages[rows],
-            batch.old.entropy[rows],
-            batch.mask[rows],
-            tau_p=cfg.tau_p,
-            q=cfg.q,
-            quantile_tokens=batch.mask[rows] if cfg.quantile_over == "all" else None,
-        )
-    return silenced, candidates, tau_h
 
 
 @torch.no_grad()
@@ -97,16 +95,19 @@ def next_words(model: torch.nn.Module, ids: Tensor, count: int) -> tuple[Tensor,
     return tuple(torch.cat(tensors) for tensors in zip(*parts))
 
 
-def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> Tokens:
-    """Return the tokens with A > 0, with their gradient norms and their quadrants of (p, H).
+def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[str, Tensor]:
+    """Return all N tokens with A > 0, response after response, as (N,) and (N, 5) tensors.
 
-    The gradient norm is that of Sec. 3.2, Lemma, at rho = 1. It needs no backward pass:
+    The gradient norm `norm` is that of Sec. 3.2, Lemma, at rho = 1. It needs no backward pass:
     ||dJ/da|| = |A| sqrt(1 - 2 p + sum_v pi(v)^2).
 
     H is low below tau_h of the mini-batch, or, without candidates, below the 0.8-quantile of H over
     all these tokens.
     """
-    silenced, _, tau_h = choose(batch, cfg)
+    parts = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
+    choices = [stapo.silence_spurious(part, None, cfg) for part in parts]  # None: p, H under pi_old
+    silenced = batch.mask & ~torch.cat([choice.keep for choice in choices])  # (B, L)
+    tau_h = torch.cat([choice.tau_h.expand(len(choice.keep), 1) for choice in choices])  # (B, 1)
     right = batch.mask & (batch.advantages > 0)[:, None]  # (B, L)
     words = []
     with distributed.gathered(policy) as model:
@@ -134,26 +135,28 @@ def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> Token
     }
 
 
-def rule(t: Tokens, cfg: stapo.Config) -> str:
-    """Say in words which tokens are silenced, and how sure the model was of another word there."""
+def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
+    """Say in words which tokens are silenced, how sure the model was there, and what they are."""
     low, high = t["threshold"].min(), t["threshold"].max()
     text = f"A token is silenced if p < τ_p and H < τ_h. τ_p is {cfg.tau_p:g}. τ_h is "
-    text += (
-        f"{low:.3g} to {high:.3g} nats: a quantile of H over the candidates of a mini-batch, or "
-    )
-    text += "the 0.8-quantile of all H if there are none."
-    likeliest = t["likeliest_p"][t["silenced"], 0].sort().values
-    if len(likeliest):
-        least, middle, most = likeliest[0], likeliest[len(likeliest) // 2], likeliest[-1]
-        text += f" The likeliest word at a silenced token had a probability of {least:.3g} to "
-        text += f"{most:.3g}, in the median {middle:.3g}."
+    text += f"{low:.3g} to {high:.3g} nats: a quantile of H over the candidates of a mini-batch, "
+    text += "or the 0.8-quantile of all H if there are none."
+    if t["silenced"].any():
+        sure = t["likeliest_p"][t["silenced"], 0].median()
+        text += f" At the silenced tokens the likeliest word has p = {sure:.3g} (the median)."
+    kept = t["low_p"] & ~t["silenced"]
+    for name, tokens in (("silenced tokens", t["silenced"]), ("candidates that are kept", kept)):
+        ids = t["id"][tokens].tolist()
+        words = Counter(responses.visible(to_text(tokenizer, [i]), "␣") for i in ids)
+        counts = [f"{word}\u00a0({count})" for word, count in words.most_common(20)]
+        text += f"\n\nMost frequent {name} (with their counts):   {'   '.join(counts) or 'none'}"
     return text
 
 
-def quadrants(t: Tokens, all_tokens: int) -> str:
+def quadrants(t: dict[str, Tensor], all_tokens: int) -> str:
     """Return the taxonomy of Sec. 3.2 as a Markdown table."""
-    of_all = "share of all responses' tokens"
-    rows = [["tokens with A > 0", "count", "share", of_all, "mean gradient norm"], ["---"] * 5]
+    rows = [["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]]
+    rows.append(["---"] * 5)
     for p, h in (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high")):
         here = (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))  # (N,)
         name = f"{p} p, {h} H" + (" (silenced)" if p == h == "low" else "")
@@ -163,13 +166,9 @@ def quadrants(t: Tokens, all_tokens: int) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def draw_gradients(t: Tokens, cfg: stapo.Config, file: Path) -> None:
-    """Draw the gradient norm over the probability, coloured by entropy.
-
-    Every token of low p is drawn, on top of at most 10,000 others.
-    """
-    low, others = t["low_p"].nonzero().flatten(), (~t["low_p"]).nonzero().flatten()
-    drawn = torch.cat([others[:: len(others) // 10_000 + 1], low])
+def draw_gradients(t: dict[str, Tensor], cfg: stapo.Config, file: Path) -> None:
+    """Draw the gradient norm over the probability, coloured by entropy; low p on top."""
+    drawn = t["low_p"].long().argsort(stable=True)
     p, norm, silenced = t["p"][drawn].clamp(min=1e-12), t["norm"][drawn], t["silenced"][drawn]
     fig, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
     halo = {"color": "#D55E00", "s": 26, "linewidths": 0, "label": "silenced: p < τp, H < τh"}
@@ -184,7 +183,7 @@ def draw_gradients(t: Tokens, cfg: stapo.Config, file: Path) -> None:
     plt.close(fig)
 
 
-def describe(t: Tokens, row: int, sample: dict, task: stapo.Task) -> dict:
+def describe(t: dict[str, Tensor], row: int, sample: dict, task: stapo.Task) -> dict:
     """Return a response for the page, with one list entry for each token that is shown.
 
     At most WINDOW tokens are shown: around the first silenced token, or from the beginning.
@@ -207,38 +206,28 @@ def run(cfg: stapo.Config) -> None:
     trained = re.search(r"/checkpoints/step_(\d+)$", str(Path(cfg.model).absolute()))
     step = int(trained[1]) + 1 if trained else 1  # its prompts come next
     batch, samples = stapo.collect(policy, None, task, step, cfg)
-    logp, entropy = batch.old  # (B, L) each
-    gap, z = sampling_gap(logp, entropy, batch.mask)
-    metrics = {
-        "accuracy": (batch.rewards > 0).double().mean(),
-        "zero_advantage_fraction": (batch.advantages == 0).double().mean(),
-        "response_length": batch.mask.sum(1).double().mean(),
-        "truncated_fraction": batch.truncated.double().mean(),
-        "entropy": entropy[batch.mask].double().mean(),
-        "sampling_gap": gap,
-        "sampling_z": z,
-    }
-    words = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    metrics = stapo.rollout_metrics(batch, cfg.tau_p) | stapo.entropy_metrics(batch)
+    known = {name: value for name, value in metrics.items() if value is not None}
+    words = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
     progress.say(f"the batch of step {step}: {words}")
     progress.check_sampler(metrics | {"step": step})
     progress.say(progress.response_in_words(samples[0], step))
-    silenced, candidates, _ = choose(batch, cfg)
-    count, all_tokens = int(silenced.sum()), int(batch.mask.sum())
-    each = int(candidates.sum()) * cfg.mini_batch_size / cfg.batch_size
-    share = f"STAPO silences {count:,} of {all_tokens:,} tokens, {percent(count / all_tokens)}"
-    progress.say(f"{share}; candidates in a mini-batch: {each:.1f}")
     if not (batch.advantages > 0).any():
-        progress.say("nothing to draw: no response has A > 0; try a larger --batch_size")
-        return
+        return progress.say("nothing to draw: no response has A > 0; try a larger --batch_size")
     t = right_tokens(policy, batch, cfg)
-    table = f"### {cfg.model}\n\n{quadrants(t, all_tokens)}\n{rule(t, cfg)}\n"
+    count, all_tokens = int(t["silenced"].sum()), int(batch.mask.sum())
+    share = percent(count / all_tokens)
+    progress.say(f"STAPO silences {count:,} of {all_tokens:,} tokens, {share}")
+    each = t["low_p"].sum() * cfg.mini_batch_size / cfg.batch_size
+    progress.say(f"candidates in a mini-batch: {each:.1f}")
+    table = f"### {cfg.model}\n\n{quadrants(t, all_tokens)}\n{rule(t, cfg, task.tokenizer)}\n"
     (out / "quadrants.md").write_text(table, "utf-8")
     draw_gradients(t, cfg, out / "gradients.png")
     marked = set(t["row"][t["silenced"]].tolist())
     rows = sorted(t["row"].unique().tolist(), key=lambda row: row % cfg.group_size)  # many problems
     shown = sorted(rows, key=lambda row: row not in marked)[:SHOWN]
     described = [describe(t, row, samples[row], task) for row in shown]
-    page = responses.page(cfg.model, rule(t, cfg), described, cfg.tau_p)
+    page = responses.page(cfg.model, rule(t, cfg, task.tokenizer), described, cfg.tau_p)
     (out / "responses.html").write_text(page, "utf-8")
     progress.say(f"\n{table}\nfigures in {out}")
 

@@ -3,6 +3,9 @@
 import ast
 import json
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -100,6 +103,37 @@ def test_files_that_the_pages_name_exist():
 def test_the_flags_that_may_differ_beside_resume():
     listed = text_of("training.md").partition("may change only")[2].partition("Any other")[0]
     assert set(re.findall(r"`--(\w+)`", listed)) - {"resume"} == stapo.CHANGEABLE
+
+
+@pytest.mark.slow
+def test_the_exercises_run_as_they_stand(tmp_path):
+    """In a copy, with runs of two steps; the last two also after their edits of stapo.py."""
+    page, copy, seen = text_of("exercises.md"), tmp_path / "copy", []
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "figures"))
+    (copy / "short").write_text(re.search(r'echo "(.*)" > short', page)[1] + " --steps 2")
+    (copy / "own.py").write_text(re.search("`(def sevens.*?)`", page)[1])
+    (copy / "own_mask.py").write_text(example("rare"))
+    by_hand = [sys.executable, "-c", example("by-hand")]
+    assert "tensor(1.1500)" in subprocess.check_output(by_hand, cwd=copy, text=True)
+
+    def run_all(section: str) -> None:
+        for command in re.findall(r"(?:^|`)python ([^`\n]+)", section, re.MULTILINE):
+            words = f"{sys.executable} {command}"
+            said = subprocess.check_output(words, shell=True, cwd=copy, text=True)
+            newest = max(copy.glob("runs/*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+            z = re.search(r"sampling_z (\S+)", said)
+            seen.append(float(z[1]) if z else read_rows(newest)[0]["grad_norm"])
+
+    for section in re.split(r"^\*\*\d+\. ", page, flags=re.MULTILINE)[1:]:
+        run_all(section)
+        for old, new in re.findall("change `(.*?)` to `(.*?)`", section.replace("\n", " ")):
+            before, _, after = (copy / "stapo.py").read_text().rpartition(old)
+            (copy / "stapo.py").write_text(before + new + after)
+            run_all(section)
+    assert len(seen) == 15 and seen[9] == pytest.approx(seen[10], rel=1e-4)
+    assert seen[9:13] == pytest.approx([0.387, 0.387, 0.567, 1.795], rel=0.1)
+    assert seen[13:] == pytest.approx([1.0, -17.8], abs=2)
+    assert "is 0.387 both" in page and "is 0.567 and 1.795" in page and "-17.8 after" in page
 
 
 # ---------------------------------------------------------------------------------------- recipes

@@ -67,24 +67,29 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
 
 def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
     """After the evaluation before step 1, and again amid the writing of the third step's line."""
-    score = {"mean": 10.0, "problems": 30}
-    first = {"step": 0, "eval": {"aime24": score}}
+    score, name = {"mean": 10.0, "problems": 30}, "questions-with-a-long-name.test"
+    first = {"step": 0, "eval": {name: score}}
     run = write_run(tmp_path / "run", [first])
     figures.main([str(run)])
     assert {path.stem for path in (run / "figures").iterdir()} == {"evaluation"}
-    eight = {"step": 2, "eval": {"aime24": {"mean": 90.0, "problems": 8}}}
-    rows = [first, metrics(1, 0.4), metrics(2, 0.5), {"step": 2, "eval": {"aime24": score}}, eight]
+    eight = {"step": 2, "eval": {name: {"mean": 90.0, "problems": 8}}}
+    steps = [metrics(1, 0.4, tau_h=1.25), metrics(2, 0.5, tau_h=None)]  # None: nothing to silence
+    rows = [first, *steps, {"step": 2, "eval": {name: score}}, eight]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (run / "metrics.jsonl").write_text(text + '{"step": 3, "accu')
     figures.main([str(run)])
     output = capsys.readouterr()
     assert output.err == "" and f"figures in {run}/figures" in output.out
     scores = [(row["metric"], row["step"]) for row in read_csv(run / "figures" / "evaluation.csv")]
-    other = ("eval/aime24, 8 problems", "2")  # of other problems: another curve
-    assert scores == [("eval/aime24, 30 problems", step) for step in "02"] + [other]
+    other = (f"eval/{name}, 8 problems", "2")  # of other problems: another curve
+    assert scores == [(f"eval/{name}, 30 problems", step) for step in "02"] + [other]
+    quantiles = read_csv(run / "figures" / "quantiles.csv")
+    assert [row["mean"] for row in quantiles if row["metric"] == "tau_h"] == ["1.25"]
     assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1", "2"}
-    for name in ("training", "quantiles", "updates", "evaluation"):
-        check_png(run / "figures" / f"{name}.png", "#D55E00")
+    for stem in ("training", "quantiles", "updates", "evaluation"):
+        check_png(run / "figures" / f"{stem}.png", "#D55E00")
+        image = figures.plt.imread(run / "figures" / f"{stem}.png")
+        assert image[[0, -1]].min() == image[:, [0, -1]].min() == 1, f"{stem}: a text is cut off"
 
 
 def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undrawn, capsys):

@@ -1,8 +1,10 @@
 """tokens.py on the tiny model, against plain forwards and loops; its flags and refusals."""
 
+import html
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -100,11 +102,9 @@ def test_everything_equals_a_plain_second_computation(
     candidates = sum(r["low"][0] for r in truth)
     assert collected[0][0] == 1 and 10 < len(silenced) < candidates
     said = f"STAPO silences {len(silenced)} of {every:,} tokens, "
-    said += f"{100 * len(silenced) / every:.3g} %; candidates in a mini-batch: {candidates / 3:.1f}"
+    said += f"{100 * len(silenced) / every:.3g} %\ncandidates in a mini-batch: {candidates / 3:.1f}"
     assert f"{said}\n" in printed
-    accuracy = float((batch.rewards > 0).double().mean())
-    assert f"the batch of step 1: accuracy {accuracy:.4g}," in printed
-    assert "--- step 1, " in printed
+    assert f"step 1: reward {float(batch.rewards.mean()):.4g}, accuracy " in printed
     table = (out / "quadrants.md").read_text()
     assert table in printed and len(quadrants(out)) == 4
     for low, row in quadrants(out).items():
@@ -117,7 +117,7 @@ def test_everything_equals_a_plain_second_computation(
     thresholds = [f"{pick(r['tau_h'] for r in truth):.3g}" for pick in (min, max)]
     likeliest = sorted(float(r["top"].values[0]) for r in silenced)
     rule = f"τ_p is 0.1. τ_h is {thresholds[0]} to {thresholds[1]} nats: "
-    assert rule in table and f"{likeliest[0]:.3g} to {likeliest[-1]:.3g}, in the median" in table
+    assert rule in table and f"p = {likeliest[(len(likeliest) - 1) // 2]:.3g} (the median)" in table
     halo, dots = points[0].collections
     assert len(halo.get_offsets()) == len(silenced)
     ordered = sorted(truth, key=lambda r: r["low"][0])  # rare tokens are drawn last
@@ -125,7 +125,11 @@ def test_everything_equals_a_plain_second_computation(
         assert pair == pytest.approx([r["p"], r["norm"]], rel=1e-3, abs=2e-3)
     check_png(out / "gradients.png", "#D55E00")
     text = (out / "responses.html").read_text()
-    assert rule.replace("<", "&lt;") in text
+    for low_h, name in ((True, "silenced tokens"), (False, "candidates that are kept")):
+        words = Counter(r["text"].replace(" ", "␣") for r in truth if r["low"] == (True, low_h))
+        listed = "   ".join(f"{word}\xa0({n})" for word, n in words.most_common(20))
+        said = f"{name} (with their counts):   {listed}"
+        assert said in table and html.escape(said) in text
     check_page(text, truth, tokenizer)
 
 
@@ -186,12 +190,19 @@ def test_without_a_right_answer_a_response_is_printed(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "accuracy 0, zero_advantage_fraction 1," in said and "nothing to draw" in said
     assert re.search(r"--- step 1, wrong \(the answer is -?\d+\): Q: .+\n.+\n", said)
-    assert "silences 0 of " in said and not list(out.iterdir())
+    assert not list(out.iterdir())
 
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"resume": ""}))
     wrong = {TINY: "holds no run", tmp_path: "has no checkpoint yet"}  # TINY: a model's config.json
     for folder, said in wrong.items():
-        with pytest.raises(SystemExit, match=f"^tokens.py: .*{folder}: {said}.*$"):
+        with pytest.raises(SystemExit, match=f"^tokens.py: RUN {folder}: {said}.*$"):
             tokens.main([str(folder), "--output", str(tmp_path / "out")])
+
+
+def test_help_shows_the_flags_that_count(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        tokens.main(["--help"])
+    shown = set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE))
+    assert {"model", "q"} < shown and not shown & {"lr", "steps", "method", "resume", "eval_every"}
