@@ -1,23 +1,21 @@
 """Problems and their right answers, from the Hub or a file, in the layouts of usual data sets."""
 
-import re
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from support.errors import InputError
-from support.progress import say
+from support.progress import say, track
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
-READ = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
-READ += f", the answer from {' or '.join(ANSWER_COLUMNS)}"
 # DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
-DAPO_WRAPPER = re.compile(
-    r"\s*Solve the following math problem step by step\. The last line of your response should be "
-    r"of the form Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\."
-    r"\s*(.*?)\s*Remember to put your answer on its own line after \"Answer:\"\.\s*",
-    re.DOTALL,
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
 )
+DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
 
 
 def load_problems(
@@ -26,90 +24,100 @@ def load_problems(
     """The distinct problems of a Hub data set or a .jsonl, .json or .parquet file, in their order.
 
     The problem is the column `problem`, `question` or `prompt`: text or a chat. The answer is
-    `answer`, `final_answer` or `reward_model["ground_truth"]`. Of rows with the same problem the
-    first is taken.
+    `answer`, `final_answer` or `reward_model["ground_truth"]`. The first that is not empty counts.
+    Of rows with the same problem the first is taken.
 
     Returns [{"problem": str, "answer": str}]. Rows without an answer are left out, and a line says
     how many. With `whole_rows` none is left out, and each problem has its "row" too, a dict of
     every column. Raises InputError, naming the source or its row.
     """
-    rows = load_rows(source, split)
-    columns = f"its columns are {', '.join(rows.column_names)}; {READ}"
-    if not whole_rows:
-        known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS} & {*rows.column_names}
-        rows = rows.select_columns(sorted(known))
-    refuse_mixed_types(source, rows)
+    columns, total, rows = load_rows(source, split, whole_rows)
+    read = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
+    read += f", the answer from {' or '.join(ANSWER_COLUMNS)}"
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer = 0
-    for number, row in enumerate(rows, start=1):
-        problem, answer = read_row(row)
+    for number, row in enumerate(track(rows, f"reading {source}", total), start=1):
+        columns = columns or list(row)
+        found = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
+        problem = next(filter(None, found), "")
+        found = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
+        answer = next(filter(None, found), None if None in found else "")
         what = "" if problem else "problem that is text, or a chat of user and assistant alone"
         if answer is None and not whole_rows:
             what = what or "answer that is text, a number below 2^53 or a flat list of these"
         if what:
-            raise InputError(f"{source}: row {number} has no {what}; {columns}")
+            what += f"; its columns are {', '.join(columns)}; {read}"
+            raise InputError(f"{source}: row {number} has no {what}")
         if answer or whole_rows:
             own = {"row": row} if whole_rows else {}
             problems.setdefault(problem, {"problem": problem, "answer": answer or ""} | own)
         else:
             without_answer += 1
     if not problems:
-        raise InputError(f"{source}: holds no problem with an answer; {columns}")
+        what = f"holds no problem with an answer; its columns are {', '.join(columns)}; {read}"
+        raise InputError(f"{source}: {what}")
     if without_answer:
         what = "rows without an answer (empty, proof, notfound) that are left out"
         say(f"{source}: {what}: {without_answer}")
     return list(problems.values())
 
 
-def load_rows(source: str, split: str) -> Any:
-    """The datasets.Dataset of a Hub id, or of a local file as it is now; raises InputError."""
-    import datasets  # slow to import, and needed by no other function
+def load_rows(
+    source: str, split: str, every_column: bool
+) -> tuple[list[str], int | None, Iterator[dict]]:
+    """Open a Hub data set or a local file: (its columns, their number of rows, the rows).
 
+    The columns and the number of a JSON file are not known yet: [] and None. Raises InputError.
+    """
     file = Path(source)
-    builder = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(file.suffix)
-    if builder and not file.is_file():
+    is_file = file.suffix in (".jsonl", ".json", ".parquet")
+    if is_file and not file.is_file():
         raise InputError(f"{source}: no such file")
+    if is_file and file.suffix != ".parquet":
+        return [], None, json_rows(file)
+    import datasets  # slow to import, and needed by no other function
+    from pyarrow.parquet import ParquetFile  # of datasets
+
     try:
-        if not builder:
-            return datasets.load_dataset(source, split=split)
-        # The cache of `datasets` knows a file by its path and its time of change. A changed file
-        # may keep both, so the cache also gets its size and the time that a user cannot set.
-        version = f"{file.stat().st_size}-{file.stat().st_ctime_ns}"
-        return datasets.load_dataset(builder, version, data_files=source, split="train")
+        if is_file:
+            table = ParquetFile(file)
+            columns, total = table.schema_arrow.names, table.metadata.num_rows
+            batches = (batch.to_pydict() for batch in table.iter_batches(1000))
+        else:
+            table = datasets.load_dataset(source, split=split)
+            columns, total = table.column_names, len(table)
+            if not every_column:  # others can be images
+                known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS}
+                table = table.select_columns([name for name in columns if name in known])
+            batches = table.iter(1000)
     except Exception as error:  # datasets raises a dozen unrelated kinds
-        # Only the cause says where a file cannot be parsed.
-        cause = error.__cause__ if builder and error.__cause__ else error
-        reason = " ".join(str(cause).split())
+        reason = " ".join(str(error).split())
         hint = "give a Hub id, or a .jsonl, .json or .parquet file"
         raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
+    rows = (dict(zip(batch, values)) for batch in batches for values in zip(*batch.values()))
+    return columns, total, rows
 
 
-def refuse_mixed_types(source: str, rows: Any) -> None:
-    """Raise InputError if a column of a JSON file has texts beside numbers or lists.
+def json_rows(file: Path) -> Iterator[dict]:
+    """Iterate over the rows of a file with a JSON object in each line, or with a list of objects.
 
-    `datasets` then reads the text "3.10" as the number 3.1, and "[2, 5]" as a list.
+    A text stays a text. `datasets` would make a date of "2024-05-01". Raises InputError.
     """
-    for name, feature in rows.features.items():
-        if type(feature).__name__ == "Json":
-            kinds = {type(value) for value in rows[name]} - {dict, list, type(None)}
-            if kinds:
-                what = f"column {name} has values of several types; write all of them as text"
-                raise InputError(f"{source}: {what}")
-
-
-def read_row(row: dict) -> tuple[str, str | None]:
-    """The (problem, answer) of a row: in each case the first column that has one, or "".
-
-    The answer is None if there is none, and a column has something that is no answer.
-    """
-    model = row.get("reward_model")
-    cells = [row.get("answer"), row.get("final_answer")]
-    cells += [model.get("ground_truth")] if isinstance(model, dict) else []
-    problems = [problem_text(row.get(name)) for name in PROBLEM_COLUMNS]
-    answers = [answer_text(cell) for cell in cells]
-    return next(filter(None, problems), ""), next(
-        filter(None, answers), None if None in answers else ""
-    )
+    number = 0
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            is_list = lines.read(1) == "["
+            lines.seek(0)
+            for line in [lines.read()] if is_list else lines:
+                number += 1
+                if line.strip():
+                    rows = json.loads(line)
+                    yield from rows if is_list else [rows]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: is not text in UTF-8 ({error}); save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        what = f"line {number + error.lineno - 1} is not JSON ({error.msg})"
+        raise InputError(f"{file}: {what}; write an object in each line") from error
 
 
 def problem_text(value: Any) -> str:
@@ -122,18 +130,21 @@ def problem_text(value: Any) -> str:
         last_turns = {turn.get("role") or "user": turn.get("content") for turn in value}
         value = last_turns.get("user") if last_turns.keys() <= {"user", "assistant"} else None
     text = value.strip() if isinstance(value, str) else ""
-    wrapped = DAPO_WRAPPER.fullmatch(text)
-    return wrapped[1].strip() if wrapped else text
+    if text.startswith(DAPO_BEFORE) and text.endswith(DAPO_AFTER):
+        text = text[len(DAPO_BEFORE) : -len(DAPO_AFTER)].strip()
+    return text
 
 
 def answer_text(value: Any) -> str | None:
     """A right answer as text: text, a number, or a flat list of these, joined by commas.
 
     GSM8K has its work before the answer: `... #### 72` is 72. None is "", and so are NuminaMath's
-    `proof` and `notfound`. Anything else gives None. Beside decimals or nulls, the whole numbers
-    of a column are stored as floats: 72.0 becomes "72". From 2^53 on floats lose digits, and such a
-    number gives None.
+    `proof` and `notfound`. Of an object its "ground_truth" counts, as in DAPO-Math-17k. Anything
+    else gives None. Tables store whole numbers beside decimals or nulls as floats: 72.0 becomes
+    "72". From 2^53 on floats lose digits, and such a number gives None.
     """
+    if isinstance(value, dict):
+        value = value.get("ground_truth", value)
     texts = []
     for item in value if isinstance(value, list) else [value]:
         if type(item) is float and abs(item) < 2**53:  # neither infinite nor NaN

@@ -8,7 +8,7 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 import torch
@@ -31,7 +31,7 @@ class LogFile:
         pass
 
 
-def bar(total: int, name: str | None) -> tqdm:
+def bar(total: int | None, name: str | None) -> tqdm:
     """Make a bar over `total` items, which is removed at its end. Without a name it is silent."""
     options = {"total": total, "desc": name, "leave": False, "disable": name is None or rank() > 0}
     if not sys.stderr.isatty():
@@ -41,9 +41,10 @@ def bar(total: int, name: str | None) -> tqdm:
     return tqdm(**options)
 
 
-def track(items: list, name: str) -> Iterator:
-    """Iterate over the items with a bar."""
-    with contextlib.closing(bar(len(items), name)) as shown:
+def track(items: Iterable, name: str, total: int | None = None) -> Iterator:
+    """Iterate over the items with a bar; total: their number, if they are no list."""
+    total = len(items) if isinstance(items, list) else total
+    with contextlib.closing(bar(total, name)) as shown:
         for item in items:
             yield item
             shown.update()

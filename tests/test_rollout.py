@@ -1,6 +1,7 @@
 """Prompts, sampling and scoring: against float64, autograd, and the model's own softmax."""
 
 import itertools
+import json
 import math
 import os
 
@@ -464,23 +465,45 @@ def test_column_layouts(tmp_path, row, answer):
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
 
 
-@pytest.mark.parametrize("other", [7, ["1", "2"]])
-def test_texts_beside_other_values_are_refused(tmp_path, other):
-    """`datasets` would read "3.10" as 3.1, and the interval "[2, 5]" as a list of two answers."""
-    rows = [{"problem": str(i), "answer": x} for i, x in enumerate(["[2, 5]", "3.10", other])]
-    file = write_rows(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(InputError, match="column answer has values of several types"):
-        load_problems(file)
+def test_a_text_stays_a_text_and_a_path_is_that_file(tmp_path):
+    """Not a date, not the number 3.1, not a list of two answers; not v2.jsonl, as a pattern is."""
+    answers = ["2024-05-01", "12:30", "3.10", "[2, 5]", "a\u2028b", 7, ["1", "2"]]
+    rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    texts = {"v[2].jsonl": lines, "a::b.jsonl": "\ufeff" + lines, "v?.json": json.dumps(rows)}
+    for name, text in texts.items():
+        write_rows(tmp_path / "v2.jsonl", {"problem": "1+1", "answer": "2"})
+        (tmp_path / name).write_text(text, "utf-8")
+        found = load_problems(str(tmp_path / name))
+        assert [problem["answer"] for problem in found] == [*answers[:5], "7", "1, 2"]
+    Dataset.from_list(rows[:3]).to_parquet(tmp_path / "parts")
+    found = load_problems(str((tmp_path / "parts").rename(tmp_path / "v[2].parquet")))
+    assert [problem["answer"] for problem in found] == answers[:3]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"problem": "é"}\n'.encode("latin-1"), "is not text in UTF-8"),
+        (b'{"problem": "1+1", "answer": "2"}\n{"problem": "1', "line 2 is not JSON"),
+        (b'[\n{"problem": "1+1"},\n{"prob', "line 3 is not JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text, message):
+    (tmp_path / "rows.json").write_bytes(text)
+    with pytest.raises(InputError, match=f"rows.json: {message}"):
+        load_problems(str(tmp_path / "rows.json"))
 
 
 def test_whole_numbers_beside_decimals_and_nulls_stay_whole(tmp_path):
-    """The reader makes floats of them all; from 2^53 on those have lost digits."""
+    """A table stores floats for them all; from 2^53 on those have lost digits."""
     answers = [72, 0.5, -3, None, 2**53 - 1]
-    rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
-    found = [p["answer"] for p in load_problems(write_rows(tmp_path / "rows.jsonl", *rows))]
+    rows = {"problem": [f"p{i}" for i in range(5)], "answer": [x and float(x) for x in answers]}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
+    found = [p["answer"] for p in load_problems(str(tmp_path / "rows.parquet"))]
     assert found == ["72", "0.5", "-3", str(2**53 - 1)]
-    file = write_rows(tmp_path / "large.jsonl", rows[1], {"problem": "p", "answer": 2**53})
-    with pytest.raises(InputError, match="large.jsonl: row 2 has no answer"):
+    file = write_rows(tmp_path / "large.jsonl", {"problem": "p", "answer": 2.0**53})
+    with pytest.raises(InputError, match="large.jsonl: row 1 has no answer"):
         load_problems(file)
 
 
