@@ -9,7 +9,6 @@ two answers are equal. load_reward loads a reward of your own.
 
 import copy
 import importlib.util
-import math
 import numbers
 import re
 import sys
@@ -34,10 +33,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def extract_answer(response: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} or \fbox{...}.
-
-    Returns None if there is no such box, and if it is empty.
-    """
+    r"""Return the content of the last complete \boxed{...} or \fbox{...}, None if there is none."""
     if not isinstance(response, str):
         return None
     last = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
@@ -81,7 +77,7 @@ def load_reward(spec: str = "") -> Reward:
     without "row" keeps math_reward. FILE.py may import modules from its own folder.
 
     Raises RewardError if there is no such file or function. The returned function raises it if your
-    function fails or returns no finite number.
+    function fails or returns no number that float32 can hold.
     """
     if not spec:
         return lambda text, problem: math_reward(text, problem["answer"])
@@ -89,8 +85,12 @@ def load_reward(spec: str = "") -> Reward:
     if not Path(file).is_file() or not file.endswith(".py"):
         raise RewardError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
     # At the end of the path, because a file in that folder must not replace eval.py or a package.
-    sys.path.append(str(Path(file).resolve().parent))
-    module_spec = importlib.util.spec_from_file_location("reward_of_your_own", file)
+    path = Path(file).resolve()
+    sys.path.append(str(path.parent))
+    # Worker processes of your reward find the module by the file's name, unless that is taken.
+    taken = sys.modules.get(path.stem)
+    free = taken is None or getattr(taken, "__file__", "") == str(path)
+    module_spec = importlib.util.spec_from_file_location(path.stem if free else "own_reward", path)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
@@ -106,8 +106,8 @@ def load_reward(spec: str = "") -> Reward:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"
             raise RewardError(f"--reward {spec}: {error!r} at {where}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
+        if not isinstance(value, numbers.Real) or not abs(value) <= 3.4e38:  # also for NaN
+            raise RewardError(f"--reward {spec}: returned {value!r}, no finite number in float32")
         return float(value)
 
     return reward

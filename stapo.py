@@ -67,7 +67,6 @@ from support.problems import load_problems
 from support.run_folder import RunFolder, load_optimizer
 from support.seeds import generator, mix_seed
 from support.stop import Stopped, stop
-from support.versions import installed
 
 # =========================================================================== the loss, Sec. 2 and 3
 #
@@ -945,8 +944,9 @@ def train(cfg: Config) -> None:
     run = RunFolder(distributed.broadcast(output), asdict(cfg))
     with distributed.raised_on_all():
         task = load_task(cfg, run.checkpoint)
+        distributed.check_memory(str(run.checkpoint or cfg.model))
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
-    run.begin({"data_fingerprint": task.data_fingerprint, "versions": installed()})
+    run.begin({"data_fingerprint": task.data_fingerprint, "versions": progress.installed()})
     method = METHODS[cfg.method]
     if cfg.quantile_over == "all" and method.reads == "A > 0":
         method = method._replace(reads="all")
@@ -982,7 +982,7 @@ def train(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the flags and train. argv replaces the command line."""
-    with distributed.session("stapo.py"):
+    with distributed.session("stapo.py"), stop.restored():
         progress.quiet_libraries()
         cfg = parse_flags(Config, __doc__.split("\n")[0], argv, CHANGEABLE)
         if cfg.threads > 0:

@@ -247,7 +247,7 @@ def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     return ids[: next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 
-def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> int:
+def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     """batch_size, or on CUDA as many rows of `length` tokens as fit in 80 % of the free memory.
 
     The 20 % that stay free are enough for plain `generate`, which copies one layer's keys or values
@@ -259,11 +259,9 @@ def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> i
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys_and_values = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    # For each id of the vocabulary: logits, logits divided by the temperature (4 bytes each), the
-    # softmax and its cumulative sum (8 each), 24 bytes. Top-p sorts before the softmax: both logits
-    # (4 each), sorted values and indices (4 and 8), CUDA's buffers (32), 52 bytes.
-    per_id = 24 if top_p == 1 else 52
-    per_row = keys_and_values * rounded_up(length, 8) + per_id * config.vocab_size
+    # For each id of the vocabulary, when top-p sorts: logits, divided by the temperature too (4
+    # bytes each), sorted values and indices (4 and 8), CUDA's buffers (32): 52 bytes.
+    per_row = keys_and_values * rounded_up(length, 8) + 52 * config.vocab_size
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(batch_size, int(0.8 * free / per_row)))

@@ -1,15 +1,12 @@
 """The responses of an evaluation, in a file that survives an interruption at any moment."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from support import distributed
 from support.distributed import rank, world_size
 from support.files import append_rows, read_lines, write_whole
-
-TAIL = 2000  # characters of a response that stay in memory; the verifier reads these
 
 
 class Key(NamedTuple):
@@ -34,9 +31,7 @@ class Journal:
 
     Rank 0 writes to samples.jsonl, and rank 3 to samples.rank3.jsonl beside it. A crash loses at
     most the line that is being written.
-
-    `rows` has the rows of all ranks at the last merge, with the last TAIL characters of each
-    response: every rank keeps all of them in memory.
+    `rows` has the rows of all ranks at the last merge.
     """
 
     def __init__(self, path: Path):
@@ -51,14 +46,6 @@ class Journal:
     def share(self, keys: list[Key]) -> list[Key]:
         """Return this rank's part of the keys that have no row yet."""
         return [key for key in keys if key not in self.rows][rank() :: world_size()]
-
-    def responses(self, keys: list[Key]) -> Iterator[str]:
-        """Iterate over the whole responses of sorted keys, as the last merge has written them."""
-        wanted = set(keys)
-        with self.path.open("rb") as lines:  # one at a time: all of them can be a gigabyte
-            for row in map(json.loads, lines):
-                if key_of(row) in wanted:
-                    yield row["response"]
 
     def merge(self) -> None:
         """Merge the files of all ranks into one and read it. Every rank must call this."""
@@ -78,7 +65,4 @@ class Journal:
         write_whole(self.path, "".join(lines))
         for file in others:
             file.unlink()
-        for row in rows.values():
-            if "response" in row:
-                row["response"] = row["response"].strip()[-TAIL:]
         return rows

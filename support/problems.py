@@ -10,6 +10,8 @@ from support.progress import say, track
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
+READ = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
+READ += f", the answer from {' or '.join(ANSWER_COLUMNS)}"
 # DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -31,13 +33,10 @@ def load_problems(
     how many. With `whole_rows` none is left out, and each problem has its "row" too, a dict of
     every column. Raises InputError, naming the source or its row.
     """
-    columns, total, rows = load_rows(source, split, whole_rows)
-    read = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
-    read += f", the answer from {' or '.join(ANSWER_COLUMNS)}"
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
-    without_answer = 0
-    for number, row in enumerate(track(rows, f"reading {source}", total), start=1):
-        columns = columns or list(row)
+    without_answer, columns = 0, READ
+    for number, row in enumerate(load_rows(source, split), start=1):
+        columns = f"its columns are {', '.join(row)}; {READ}"
         found = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
         problem = next(filter(None, found), "")
         found = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
@@ -46,56 +45,46 @@ def load_problems(
         if answer is None and not whole_rows:
             what = what or "answer that is text, a number below 2^53 or a flat list of these"
         if what:
-            what += f"; its columns are {', '.join(columns)}; {read}"
-            raise InputError(f"{source}: row {number} has no {what}")
+            raise InputError(f"{source}: row {number} has no {what}; {columns}")
         if answer or whole_rows:
             own = {"row": row} if whole_rows else {}
             problems.setdefault(problem, {"problem": problem, "answer": answer or ""} | own)
         else:
             without_answer += 1
     if not problems:
-        what = f"holds no problem with an answer; its columns are {', '.join(columns)}; {read}"
-        raise InputError(f"{source}: {what}")
+        raise InputError(f"{source}: holds no problem with an answer; {columns}")
     if without_answer:
         what = "rows without an answer (empty, proof, notfound) that are left out"
         say(f"{source}: {what}: {without_answer}")
     return list(problems.values())
 
 
-def load_rows(
-    source: str, split: str, every_column: bool
-) -> tuple[list[str], int | None, Iterator[dict]]:
-    """Open a Hub data set or a local file: (its columns, their number of rows, the rows).
-
-    The columns and the number of a JSON file are not known yet: [] and None. Raises InputError.
-    """
-    file = Path(source)
-    is_file = file.suffix in (".jsonl", ".json", ".parquet")
-    if is_file and not file.is_file():
-        raise InputError(f"{source}: no such file")
-    if is_file and file.suffix != ".parquet":
-        return [], None, json_rows(file)
+def load_rows(source: str, split: str) -> Iterator[dict]:
+    """Iterate over the rows of a Hub data set or a local file, with a bar. Raises InputError."""
     import datasets  # slow to import, and needed by no other function
     from pyarrow.parquet import ParquetFile  # of datasets
 
+    file, total = Path(source), None
+    is_file = file.suffix in (".jsonl", ".json", ".parquet")
+    if is_file and not file.is_file():
+        raise InputError(f"{source}: no such file")
     try:
-        if is_file:
+        if file.suffix == ".parquet":
             table = ParquetFile(file)
-            columns, total = table.schema_arrow.names, table.metadata.num_rows
+            total = table.metadata.num_rows
             batches = (batch.to_pydict() for batch in table.iter_batches(1000))
-        else:
+        elif not is_file:
             table = datasets.load_dataset(source, split=split)
-            columns, total = table.column_names, len(table)
-            if not every_column:  # others can be images
-                known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS}
-                table = table.select_columns([name for name in columns if name in known])
-            batches = table.iter(1000)
+            total, batches = len(table), table.iter(1000)
     except Exception as error:  # datasets raises a dozen unrelated kinds
         reason = " ".join(str(error).split())
         hint = "give a Hub id, or a .jsonl, .json or .parquet file"
         raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
-    rows = (dict(zip(batch, values)) for batch in batches for values in zip(*batch.values()))
-    return columns, total, rows
+    if total is None:
+        rows = json_rows(file)
+    else:  # a batch is {column: values}
+        rows = (dict(zip(batch, values)) for batch in batches for values in zip(*batch.values()))
+    yield from track(rows, f"reading {source}", total)
 
 
 def json_rows(file: Path) -> Iterator[dict]:

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from typing import TextIO
 
 import torch
@@ -17,7 +18,6 @@ from tqdm import tqdm
 
 from support import distributed
 from support.distributed import rank
-from support.versions import installed, outside_the_bounds
 
 
 class LogFile:
@@ -50,15 +50,18 @@ def track(items: Iterable, name: str, total: int | None = None) -> Iterator:
             shown.update()
 
 
+def installed() -> dict[str, str]:
+    """Return {package: version} of the run-time packages."""
+    return {name: version(name) for name in ("torch", "transformers", "datasets", "tqdm")}
+
+
 def report_environment() -> None:
     """Print the number of ranks and their device, and the versions of Python and the packages."""
     device = f"CPU (threads: {torch.get_num_threads()})"
     if distributed.device().type == "cuda":
         device = torch.cuda.get_device_name()
-    versions = ", ".join(f"{name} {version}" for name, version in installed().items())
+    versions = ", ".join(f"{name} {number}" for name, number in installed().items())
     log(f"{distributed.world_size()} x {device}; Python {platform.python_version()}, {versions}")
-    for line in outside_the_bounds():
-        log(line)
 
 
 def report_step(line: dict, sample: dict, total: int) -> None:
@@ -92,8 +95,9 @@ def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) ->
         text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
         say(f"{text}(steps {first['step']} and {last['step']})")
     if len(lines) < total or unevaluated:
+        missing = ", before its evaluation" if unevaluated else ""
         again = f"continue with: python stapo.py --resume {folder}"
-        say(f"stopped after step {len(lines)} of {total}; {again}")
+        say(f"stopped after step {len(lines)} of {total}{missing}; {again}")
     say(f"the run is in {folder}; its curves: python scripts/figures.py {folder}")
     say(f"its right answers, token by token: python scripts/tokens.py {folder}")
 

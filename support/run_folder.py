@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import time
 import warnings
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import distributed
-from support.distributed import all_max, barrier, on_rank_0, rank
+from support.distributed import barrier, on_rank_0, raised_on_all, rank
 from support.errors import InputError
 from support.files import append_rows, read_lines, sync, write_whole
 from support.progress import log
@@ -37,11 +36,11 @@ lock_file: TextIO | None = None  # of the directory that this process works in
 def claim(folder: Path) -> None:
     """Make a directory and lock it until this process ends, however it ends. Every rank calls it.
 
-    Raises InputError on every rank if another process works in the directory, and if a rank sees
-    another directory than rank 0: a checkpoint would lack that rank's part.
+    Raises InputError on every rank if another process works in the directory, and if a rank does
+    not see it: a checkpoint would lack that rank's part.
     """
 
-    def lock() -> Path:
+    def lock() -> None:
         global lock_file
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = (folder / ".lock").open("a")  # closes an earlier one
@@ -52,17 +51,12 @@ def claim(folder: Path) -> None:
             raise InputError(f"--output {folder}: {what}") from None
         except OSError as error:
             log(f"{folder}: no locks here ({error}); start no second process in this directory")
-        mark = folder / f".{time.time_ns()}"
-        mark.touch()
-        return mark
 
-    mark = on_rank_0(lock)
-    unseen = all_max(int(not mark.exists()))
-    if rank() == 0:
-        mark.unlink()
-    if unseen:
-        hint = "put it on a file system that all hosts share"
-        raise InputError(f"--output {folder}: ranks see different directories; {hint}")
+    on_rank_0(lock)
+    with raised_on_all():
+        if not (folder / ".lock").exists():
+            hint = "put it on a file system that all hosts share"
+            raise InputError(f"--output {folder}: ranks see different directories; {hint}")
 
 
 class RunFolder:
@@ -79,8 +73,6 @@ class RunFolder:
         claim(self.path)
         self.checkpoint = on_rank_0(self.find_checkpoint)
         self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
-        if flags["steps"] < self.step:
-            raise InputError(f"--steps {flags['steps']}: {self.path} is at step {self.step}")
 
     def find_checkpoint(self) -> Path | None:
         """Return the newest checkpoint of a resumed run. Rank 0 looks for all ranks."""
@@ -91,13 +83,10 @@ class RunFolder:
                 raise InputError(f"--output {self.path}: holds {files[0]}; {hint}")
             return None
         newest = next(reversed(checkpoints(self.path)), None)
-        what = f"--resume {self.path}: "
         # Step 0 is the evaluation before the first step.
         if newest is None and any(line["step"] for line in self.lines()):
-            raise InputError(f"{what}holds no checkpoint; start anew in another --output")
-        if newest and not (newest / "trainer").is_dir():
-            what += f"{newest.name} has no trainer/ with AdamW's moments"
-            raise InputError(f"{what}; it cannot be resumed, but it works as --model {newest}")
+            what = "holds no checkpoint; start anew in another --output"
+            raise InputError(f"--resume {self.path}: {what}")
         return newest
 
     def begin(self, more: dict[str, Any]) -> None:
@@ -128,13 +117,9 @@ class RunFolder:
         self.evaluated_step = on_rank_0(write)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add lines to a .jsonl file, on the disk.
-
-        After a power cut a checkpoint must not be without the metrics of its steps.
-        """
+        """Add lines to a .jsonl file of the run."""
         if rank() == 0:
             append_rows(self.path / name, rows)
-            sync(self.path / name)
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from support.distributed import all_max, rank
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Stopped(SystemExit):
     """A stop was asked for. The program ends with status 130, as shells expect after Ctrl-C."""
@@ -26,9 +28,20 @@ class StopSignal:
     def listen(self) -> None:
         """Begin to answer the signals. No stop is asked for yet."""
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
                 signal.signal(number, self.ask)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give the signals back at the end: a notebook goes on after a run."""
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            self.asked = False
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def ask(self, _number: int, _frame: Any) -> None:
         if not self.asked:

@@ -155,11 +155,11 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
 
 
 def test_ranks_that_do_not_share_the_output_are_one_line(tmp_path):
-    """Of a run that each host has a copy of: a checkpoint would lack shards."""
+    """A checkpoint would lack shards."""
     flags = f"--model {TINY} --data {TINY}/test.jsonl --steps 1 --batch_size 2 --mini_batch_size 2"
     flags += f" --group_size 2 --max_new_tokens 4 --instruction= --output {tmp_path}/0/run"
     stapo.main(flags.split())
-    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    (tmp_path / "1").mkdir()
     assert all(launch(resume_in_folders_apart, 2, tmp_path / "log", tmp_path))
     for rank in (0, 1):
         said = (tmp_path / f"log.{rank}").read_text()
