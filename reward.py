@@ -106,8 +106,8 @@ def load_reward(spec: str = "") -> Reward:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"
             raise RewardError(f"--reward {spec}: {error!r} at {where}") from error
-        if not isinstance(value, numbers.Real) or not abs(value) <= 3.4e38:  # also for NaN
-            raise RewardError(f"--reward {spec}: returned {value!r}, no finite number in float32")
+        if not isinstance(value, numbers.Real) or not abs(value) < 3.4e38:  # float32; no for NaN
+            raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
         return float(value)
 
     return reward

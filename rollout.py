@@ -387,7 +387,8 @@ def sampling_gap(
     logp (ln p), entropy (nats) and mask (bool, or 0 and 1) have one shape, any. If y is drawn from
     pi, the expectation of -ln pi(y) is H, given all tokens before y. So d = -logp - H has the mean
     0. gap is the mean of d over the tokens in mask. z = sum(d) / sqrt(sum(d^2)) is about standard
-    normal. Top-k, top-p, a temperature or stale weights make |z| large. Both are 0-dim tensors.
+    normal. Top-k, top-p, a temperature or stale weights make |z| large. Both are 0-dim tensors on
+    the CPU, because the GPU of a Mac has no float64.
     """
-    d = (-logp.double() - entropy.double())[mask.bool()]
+    d = -logp[mask.bool()].cpu().double() - entropy[mask.bool()].cpu().double()
     return d.mean(), d.sum() / d.square().sum().sqrt()

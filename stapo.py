@@ -9,18 +9,20 @@ Algorithm 1 of the paper, and the function that does each of its lines:
     repeat                                                                     train_step
         pi_old = pi_theta;  y_1 .. y_G ~ pi_old(.|x) for each prompt x         collect
         R = +1 or -1;  A_i = (R_i - mean R) / std R within each group          group_advantages
-        for each mini-batch (tau_h: the q-quantile of H over its tokens with A > 0, p < tau_p):
+        for each mini-batch:
             p and H of its tokens under the current policy pi_theta            logp_and_entropy
+            tau_h = the q-quantile of H over its tokens with A > 0, p < tau_p  spurious_mask
             I = 0 where A > 0 and p < tau_p and H < tau_h, else 1              spurious_mask
             J = 1 / (sum I) * sum I min(rho A, clip(rho) A)                    clipped_loss
             one AdamW step up the gradient of J                                update
 
+p is the probability of a sampled token. H is the entropy of the distribution it was drawn from. The
+ratio rho is p under pi_theta / p under pi_old. clip(rho) is rho within [1 - eps_low, 1 + eps_high].
 In a group, A > 0 means R above the group's mean: with the rewards +1 and -1, a right response.
 
 Every rank runs every function. An InputError of one rank is raised on all ranks or ends the job.
 
-In tests/test_paper.py, test_3_3_algorithm_1_replayed_by_a_plain_second_loop repeats Algorithm 1 in
-plain code. tests/test_distributed.py compares two and four ranks with one.
+tests/test_paper.py repeats Algorithm 1 in plain code. tests/test_distributed.py compares ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ from support.stop import Stopped, stop
 
 # =========================================================================== the loss, Sec. 2 and 3
 #
-# From here to "the loss ends here" nothing but `import torch` is needed: copy it.
+# From here to "the loss ends here" nothing but `import torch` is needed: copy it. This is the loss
+# of STAPO (arXiv 2602.15620), from stapo.py of the STAPO reimplementation (MIT License).
 #
 # The tensors hold B responses of at most T tokens. `mask` is True on response tokens. Everything
 # outside the mask is padding. Padding may hold any garbage: no loss and no gradient depends on it.
@@ -89,6 +92,121 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     return torch.where(all_equal, torch.zeros_like(rewards), centred / rewards.std(1, keepdim=True))
 
 
+@torch.no_grad()
+def spurious_mask(
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    tau_p: float = 0.002,
+    q: float = 0.75,
+    tau_h: float | torch.Tensor | None = None,
+    quantile_tokens: torch.Tensor | None = None,
+    all_cat=lambda values: values,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sec. 3.3, S2T: choose the tokens that are silenced, which means I = 0:
+
+        I_it = 0   if A_i > 0 and pi(y_it) < tau_p and H_it < tau_h
+             = 1   otherwise
+
+        response 1, A = 0.71:   p = 0.9, 0.001, 0.001   H = 0.2, 0.1, 1.5
+        response 2, A = -0.71:  p = 0.001               H = 0.1
+
+    In this example tokens 2 and 3 of response 1 are the candidates. So tau_h = 0.1 + 0.75 (1.5 -
+    0.1) = 1.15, and token 2 is silenced.
+
+    logp (B, T) float32: ln p of each response token under the current policy. entropy (B, T)
+    float32: H in nats, under the same policy. advantages (B,) float32. mask (B, T) bool.
+    tau_h is the q-quantile of the candidates' entropies. If tau_h is None, it is computed from this
+    call, which must then see the whole mini-batch. If the mini-batch is spread over ranks, all_cat
+    must concatenate the ranks' 1-D tensors. quantile_tokens (B, T) bool replaces the candidates in
+    the quantile (the first version of the paper: all tokens).
+
+    Returns (silenced, candidates, tau_h): (B, T) bool twice, and a 0-dim tensor. Without candidates
+    tau_h is -inf, and nothing is silenced.
+    """
+    check_shapes(advantages, mask, logp, entropy)
+    candidates = mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)  # (B, T)
+    if tau_h is None:
+        tokens = candidates if quantile_tokens is None else quantile_tokens  # (B, T)
+        tau_h = quantile(all_cat(entropy[tokens]), q)
+    silenced = candidates & (entropy < tau_h)  # (B, T)
+    return silenced, candidates, torch.as_tensor(tau_h)
+
+
+def clipped_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    eps_low: float | torch.Tensor = 0.2,
+    eps_high: float | torch.Tensor = 0.28,
+    denominator: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sec. 3.1, the clipped objective over the kept tokens. Returns the loss -J, a 0-dim tensor:
+
+        J = 1 / (sum I_it) * sum I_it min(rho_it A_i, clip(rho_it, 1 - eps_low, 1 + eps_high) A_i)
+        rho_it = pi_theta(y_it) / pi_old(y_it)
+
+    logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
+    vocabulary). old_logp (B, T) float32: ln pi_old of the same tokens; it never receives a
+    gradient. advantages (B,) float32. keep (B, T) bool is the paper's I; a float keep weights each
+    token. If I is 1 on every response token, this is the objective of DAPO and JustRL (Sec. 2.3).
+    eps_low and eps_high are numbers, or (B, T) tensors.
+    denominator is sum I; None takes the kept tokens of this call. (20-Entropy divides by all
+    tokens, the dropped ones included.) A micro-batch needs the denominator of its whole mini-batch.
+    FSDP averages gradients over ranks: pass the denominator of all ranks / the number of ranks.
+    """
+    check_shapes(advantages, keep != 0, logp, old_logp)
+    A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
+    log_rho = (logp - old_logp.detach()).masked_fill(keep == 0, 0.0)  # (B, T)
+    # exp overflows above 88. Where A >= 0, J_it is flat long before: the gradient there is 0.
+    rho = log_rho.masked_fill((A >= 0) & (log_rho > 80), 80.0).exp()  # (B, T)
+    clipped = rho.clamp(min=1 - eps_low).clamp(max=1 + eps_high)  # (B, T)
+    J_it = torch.min(rho * A, clipped * A)  # (B, T): a token's term
+    J_it = (keep * J_it).masked_fill(keep == 0, 0.0)  # (B, T): times I
+    if denominator is None:
+        denominator = torch.where(keep.any(), keep.sum(), 1)  # nothing kept: 0 / 1
+    return -J_it.sum() / denominator
+
+
+def grpo_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    ref_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    eps: float,
+    beta: float,
+    num_responses: float,
+) -> torch.Tensor:
+    """Sec. 2.2, GRPO: the clipped objective, averaged in each response, then over responses.
+
+        J = 1/N sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
+        k3 = r - ln r - 1 with r = pi_ref / pi_theta
+
+    The paper has beta KL(pi_theta || pi_ref) beside the mean. Here its estimate k3 is inside the
+    mean over tokens. The value of k3 estimates KL(pi_theta || pi_ref). The gradient of k3 estimates
+    the gradient of KL(pi_ref || pi_theta). ref_logp (B, T) float32 is ln p under the reference
+    policy, the model before training; None: no KL term. num_responses is N. The other arguments are
+    those of spurious_mask and clipped_loss. Returns the loss -J, a 0-dim tensor.
+    """
+    check_shapes(advantages, mask, logp, old_logp, logp if ref_logp is None else ref_logp)
+    A = advantages[:, None]  # (B, 1)
+    log_rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0)  # (B, T)
+    rho = log_rho.masked_fill((A >= 0) & (log_rho > 80), 80.0).exp()  # as in clipped_loss
+    J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)
+    if ref_logp is not None:
+        log_r = (ref_logp - logp).masked_fill(~mask, 0.0)  # (B, T)
+        k3 = log_r.exp() - log_r - 1  # (B, T)
+        J_it = J_it - beta * k3
+    per_response = J_it.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
+    return -per_response.sum() / num_responses
+
+
 def stapo_loss(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
@@ -105,115 +223,32 @@ def stapo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """STAPO in one call: spurious_mask, then clipped_loss over the tokens that are kept.
 
-    Use it in a training loop of your own that sees a whole mini-batch in one call. The training of
-    this file calls the same two functions: spurious_mask once for a mini-batch, and clipped_loss
-    for each of its micro-batches. A micro-batch must not decide again which tokens are silenced:
-    its forward rounds differently, and tau_h can equal the entropy of one candidate.
+    Use it in a training loop that sees a whole mini-batch in one call. In other loops, call
+    spurious_mask once for a mini-batch, and clipped_loss for each of its micro-batches. A
+    micro-batch must not decide again which tokens are silenced: its forward rounds differently, and
+    tau_h can equal the entropy of one candidate.
 
-    logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
-    vocabulary). old_logp (B, T) float32: ln pi_old of the same tokens. advantages (B,) float32.
-    entropy (B, T) float32: H in nats under the current policy; it never receives a gradient. mask
-    (B, T) bool, True on response tokens. tau_h and denominator belong to the whole mini-batch: None
-    computes them from this call.
+    The arguments are those of spurious_mask and clipped_loss. Only logp receives a gradient. tau_h
+    and denominator belong to the whole mini-batch: None computes them from this call.
     Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
     """
-    silenced = spurious_mask(logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h)
-    keep = mask & ~silenced  # (B, T): the paper's I
-    clip = {"eps_low": eps_low, "eps_high": eps_high}
-    loss = clipped_loss(logp, old_logp, advantages, keep, **clip, denominator=denominator)
-    metrics = {
-        "candidates": spurious_candidates(logp, advantages, mask, tau_p=tau_p).sum(),
-        "silenced": silenced.sum(),
-        "entropy_sum": entropy.detach().masked_fill(~mask, 0.0).sum(),
-        **ratio_sums(logp, old_logp, advantages, mask, **clip),
-    }
-    return loss, metrics
-
-
-def clipped_loss(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    keep: torch.Tensor,
-    *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.28,
-    denominator: float | torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Sec. 3.1, the clipped objective over the kept tokens. Returns the loss -J, a 0-dim tensor:
-
-        J = 1 / (sum I_it) * sum I_it min(rho_it A_i, clip(rho_it, 1 - eps_low, 1 + eps_high) A_i)
-        rho_it = pi_theta(y_it) / pi_old(y_it)
-
-    logp (B, T) float32 with gradient: ln pi_theta of each response token. old_logp (B, T) float32:
-    ln pi_old of the same tokens; it never receives a gradient. advantages (B,) float32. keep (B, T)
-    bool is the paper's I; a float keep weights each token. If I is 1 on every response token, this
-    is the objective of DAPO and JustRL (Sec. 2.3).
-    denominator is sum I; None takes the kept tokens of this call. (20-Entropy divides by all
-    tokens, the dropped ones included.) A micro-batch needs the denominator of its whole mini-batch.
-    FSDP averages gradients over ranks: pass the denominator of all ranks / the number of ranks.
-    """
-    check_shapes(advantages, keep != 0, logp, old_logp)
-    log_rho = (logp - old_logp.detach()).masked_fill(keep == 0, 0.0)  # (B, T): exp can overflow
-    rho = log_rho.exp()  # (B, T)
-    A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
-    J_it = torch.min(rho * A, rho.clamp(1 - eps_low, 1 + eps_high) * A)  # (B, T): a token's term
-    J_it = (keep * J_it).masked_fill(keep == 0, 0.0)  # (B, T): times I
-    if denominator is None:
-        denominator = torch.where(keep.any(), keep.sum(), 1)  # nothing kept: 0 / 1
-    return -J_it.sum() / denominator
-
-
-@torch.no_grad()
-def spurious_mask(
-    logp: torch.Tensor,
-    advantages: torch.Tensor,
-    entropy: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    tau_p: float = 0.002,
-    q: float = 0.75,
-    tau_h: float | torch.Tensor | None = None,
-    quantile_tokens: torch.Tensor | None = None,
-    all_cat=lambda values: values,
-) -> torch.Tensor:
-    """Sec. 3.3, S2T: return which tokens are silenced, (B, T) bool. True means I = 0:
-
-        I_it = 0   if A_i > 0 and pi(y_it) < tau_p and H_it < tau_h
-             = 1   otherwise
-
-        response 1, A = 0.71:   p = 0.9, 0.001, 0.001   H = 0.2, 0.1, 1.5
-        response 2, A = -0.71:  p = 0.001               H = 0.1
-
-    In this example tokens 2 and 3 of response 1 are the candidates. So tau_h = 0.1 + 0.75 (1.5 -
-    0.1) = 1.15, and token 2 is silenced.
-
-    logp (B, T) float32: ln p of each response token under the current policy. entropy (B, T)
-    float32: H in nats, under the same policy. advantages (B,) float32. mask (B, T) bool.
-    tau_h is the q-quantile of the candidates' entropies. If tau_h is None, it is computed from this
-    call, which must then see the whole mini-batch. If the mini-batch is spread over ranks, all_cat
-    must concatenate the ranks' 1-D tensors. quantile_tokens (B, T) bool replaces the candidates in
-    the quantile (the first version of the paper: all tokens). Without candidates nothing is
-    silenced.
-    """
-    check_shapes(advantages, mask, entropy)
-    candidates = spurious_candidates(logp, advantages, mask, tau_p=tau_p)  # (B, T)
-    if tau_h is None:
-        tokens = candidates if quantile_tokens is None else quantile_tokens  # (B, T)
-        tau_h = quantile(all_cat(entropy[tokens]), q)
-    return candidates & (entropy < tau_h)
-
-
-@torch.no_grad()
-def spurious_candidates(
-    logp: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, tau_p: float = 0.002
-) -> torch.Tensor:
-    """Sec. 3.3, the candidates: low-probability tokens (p < tau_p) of right responses (A > 0).
-
-    Returns (B, T) bool. The arguments are those of spurious_mask.
-    """
-    check_shapes(advantages, mask, logp)
-    return mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)
+    silenced, candidates, _ = spurious_mask(
+        logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h
+    )
+    loss = clipped_loss(
+        logp,
+        old_logp,
+        advantages,
+        keep=mask & ~silenced,  # (B, T): the paper's I
+        eps_low=eps_low,
+        eps_high=eps_high,
+        denominator=denominator,
+    )
+    sums = ratio_sums(logp, old_logp, advantages, mask, eps_low=eps_low, eps_high=eps_high)
+    sums["candidates"] = candidates.sum()
+    sums["silenced"] = silenced.sum()
+    sums["entropy_sum"] = entropy.detach().masked_fill(~mask, 0.0).sum()
+    return loss, sums
 
 
 def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
@@ -222,14 +257,15 @@ def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
     The result has the shape of q. torch.quantile raises on an empty tensor, and on more than 16
     million values. A batch can hold more.
     """
-    q = torch.as_tensor(q, dtype=torch.float64, device=values.device)
+    q = torch.as_tensor(q, dtype=torch.float64)  # on the CPU: the GPU of a Mac has no float64
     if values.numel() == 0:
-        return torch.full_like(q, float("-inf"), dtype=values.dtype)
+        return values.new_full(q.shape, float("-inf"))
     ordered = values.sort().values
     position = q * (len(ordered) - 1)
     low = position.long()
     high = (low + 1).clamp(max=len(ordered) - 1)
-    return torch.lerp(ordered[low], ordered[high], (position - low).to(values.dtype))
+    weight = (position - low).to(values.dtype).to(values.device)
+    return torch.lerp(ordered[low], ordered[high], weight)
 
 
 @torch.no_grad()
@@ -245,7 +281,6 @@ def ratio_sums(
     """Return the sums behind ratio_mean, approx_kl, clip_low and clip_high: 0-dim tensors.
 
     The sums are over all tokens in mask, silenced tokens included.
-
     kl_sum / tokens is the mean of rho - 1 - ln rho, an estimate of KL(pi_old || pi_theta). It grows
     with every drift. The mean of rho, ratio_sum / tokens, stays 1 if some rho grow and others
     shrink. clip_low is the number of tokens with A < 0 and rho < 1 - eps_low. clip_high is the
@@ -280,349 +315,6 @@ def check_shapes(advantages: torch.Tensor, mask: torch.Tensor, *tensors: torch.T
 
 
 # =========================================================================== the loss ends here
-
-
-# ================================================================ one step of Algorithm 1, Sec. 3.3
-
-
-def train_step(
-    policy: Policy,
-    reference: Policy | None,
-    optimizer: Optimizer,
-    method: Method,
-    task: Task,
-    step: int,
-    cfg: Config,
-) -> Step:
-    """Take one step of Algorithm 1: a batch of responses, then an AdamW step for each mini-batch.
-
-    With the default flags a step has four mini-batches, so 80 steps are 320 AdamW steps. reference
-    is the reference policy of a KL term, or None. Returns what the metrics of the step need.
-    """
-    # 1. pi_old = pi_theta. Sample G responses to each prompt, reward them, compute A.
-    began = time.monotonic()
-    batch, samples = collect(policy, reference, task, step, cfg)
-    collected, choices, updates = time.monotonic(), [], []
-    for mini_batch in batch.mini_batches(cfg.batch_size // cfg.mini_batch_size):
-        # 2. p and H under pi_theta, and from these the mask I. Before any update pi_theta = pi_old.
-        stats = mini_batch.old  # (B, L) each
-        if updates:
-            stats = logp_and_entropy(policy, mini_batch, method.reads, cfg.tokens_per_micro_batch)
-        choice = method.choose(mini_batch, stats, cfg)
-        # 3. One AdamW step up the gradient of J.
-        updates += [update(policy, optimizer, mini_batch, stats, choice.keep, method, cfg)]
-        choices += [choice]
-    return Step(batch, samples, choices, updates, began, collected, ended=time.monotonic())
-
-
-class Step(NamedTuple):
-    """A step of training, for its metrics."""
-
-    batch: Batch
-    samples: list[dict]  # a row of samples.jsonl for each response
-    choices: list[Choice]  # of each mini-batch
-    updates: list[dict[str, float]]  # what `update` returned for each mini-batch
-    began: float  # times in seconds: before `collect`, after it, and after the updates
-    collected: float
-    ended: float
-
-
-def update(
-    policy: Policy,
-    optimizer: Optimizer,
-    batch: Batch,
-    stats: TokenStats,
-    keep: torch.Tensor,
-    method: Method,
-    cfg: Config,
-) -> dict[str, float]:
-    """Take one optimiser step on a mini-batch, over the tokens in keep (B, L).
-
-    stats: ln p and H that `keep` was chosen from. Without a KL term, responses with A = 0 have no
-    gradient: they are not forwarded, but they stay in the denominator. If anything is not finite,
-    there is no step. Returns numbers over all ranks: `loss`, ratio_sums, `grad_norm` before
-    clipping, and `finite`, which says whether there was a step.
-    """
-    keep = keep * batch.mask  # a mask of your own may be True outside responses
-    not_finite = batch.mask & ~(stats.logp.isfinite() & stats.entropy.isfinite())  # (B, L)
-    sums = {"denominator": method.denominator(batch, keep), "not_finite": not_finite.sum()}
-    sums = all_sum(sums)
-    # FSDP averages gradients over ranks, so the denominator of all ranks is divided by world_size.
-    denominator = (sums["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
-    has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
-    trained = has_gradient.nonzero().flatten()  # (N,) rows
-    local = dict.fromkeys(("loss", "tokens", "ratio_sum", "kl_sum", "clip_low", "clip_high"), 0.0)
-    policy.train()
-    optimizer.zero_grad()
-    parts = micro_batches(batch.lengths[trained].tolist(), cfg.tokens_per_micro_batch)
-    for part in progress.track(even_out(parts), "update"):
-        rows = trained[part]  # empty if another rank has more micro-batches: zero gradients
-        micro = batch.rows(rows)
-        logp = policy(micro.ids, micro.mask, logp_only=True).logp  # (B, L)
-        micro, kept = micro.to(logp.device), keep[rows, : logp.shape[1]].to(logp.device)
-        loss, sums_of_part = method.loss(micro, kept, logp, denominator, cfg)
-        loss.backward()
-        sums_of_part["loss"] = loss.detach() / world_size()  # its sum over ranks is the global loss
-        for name, value in sums_of_part.items():
-            local[name] += value.double()
-    policy.eval()
-    for parameter in policy.parameters():
-        if parameter.grad is None:  # nothing was forwarded: AdamW takes the step of a zero gradient
-            parameter.grad = torch.zeros_like(parameter)
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    totals = all_sum(local) | {"grad_norm": norm}
-    finite = not sums["not_finite"] and math.isfinite(norm) and math.isfinite(totals["loss"])
-    if finite:
-        optimizer.step()
-    policy.zero_grad()  # frees the gradients' memory for the next rollout
-    return totals | {"finite": finite}
-
-
-def logp_and_entropy(policy: Policy, batch: Batch, reads: str, budget: int) -> TokenStats:
-    """Compute ln p and H of a mini-batch's tokens under the current policy: (B, L) float32 each.
-
-    Only the responses that the method reads are forwarded. STAPO reads those with A > 0, because no
-    others can hold candidates. Rows that are not forwarded keep ln p and H under pi_old. budget:
-    the most tokens of a micro-batch.
-    """
-    every = torch.ones_like(batch.advantages, dtype=torch.bool)  # (B,)
-    needed = {"A > 0": batch.advantages > 0, "all": every, "none": ~every}[reads]  # (B,)
-    rows = needed.nonzero().flatten()  # (N,)
-    fresh = response_stats(policy, batch.ids[rows], batch.mask[rows], batch.lengths[rows], budget)
-    logp = batch.old.logp.index_copy(0, rows, fresh.logp)
-    return TokenStats(logp, entropy=batch.old.entropy.index_copy(0, rows, fresh.entropy))
-
-
-# ========================================================== collecting a step's responses, Sec. 2.2
-
-
-def collect(
-    policy: Policy, reference: Policy | None, task: Task, step: int, cfg: Config
-) -> tuple[Batch, list[dict]]:
-    """Sample this rank's responses of a step, reward them, and compute ln p and H under pi_old.
-
-    Returns the batch, whose rows are in the order of rank_rows, and a row of samples.jsonl for each
-    response. Raises Stopped if a stop was asked for, and RewardError.
-    """
-    indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
-    pairs = rank_rows(cfg.batch_size, cfg.mini_batch_size, cfg.group_size, rank(), world_size())
-    problems = [task.problems[indices[number]] for number, _ in pairs]
-    seeds = [mix_seed(cfg.seed, step, number, member) for number, member in pairs]
-    prompts = [problem["prompt_ids"] for problem in problems]
-    options = {"max_new_tokens": cfg.max_new_tokens, "batch_size": cfg.rollout_batch_size}
-    options |= {"seed": seeds, "progress": f"step {step}, rollout"}  # temperature 1, top-p 1
-    with distributed.gathered(policy) as model:
-        responses = in_order(stop.together(sample(model, task.tokenizer, prompts, **options)))
-    # The metrics count a response with a reward above 0 as right. So a length penalty here would
-    # lower `accuracy`, too.
-    texts = [response.text for response in responses]
-    rewards = torch.tensor(reward_all(task.reward, texts, problems), dtype=torch.float64)  # (B,)
-    groups = rewards.float().view(-1, cfg.group_size)  # (P, G)
-    advantages = METHODS[cfg.method].advantages(groups).flatten()  # (B,)
-    ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
-    old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
-    ref_logp = None
-    if reference:
-        # Gathered: FSDP2 keeps a list of forwards until a backward, which the reference never has.
-        with distributed.gathered(reference) as model:
-            stats = response_stats(Policy(model), ids, mask, lengths, cfg.tokens_per_micro_batch)
-        ref_logp = stats.logp
-    stop.leave_if_asked()  # a stop during the updates waits until the step is whole
-    truncated = torch.tensor([response.truncated for response in responses])
-    tokens = {"ids": ids, "mask": mask, "lengths": lengths, "old": old, "ref_logp": ref_logp}
-    each = {"rewards": rewards, "advantages": advantages, "truncated": truncated}
-    batch = Batch(**tokens, **each, seeds=torch.tensor(seeds))
-    rows = zip(problems, responses, rewards.tolist(), advantages.tolist(), strict=True)
-    samples = [
-        {"problem": problem["problem"], "gold": problem["answer"], "response": response.text}
-        | {"reward": reward, "advantage": advantage}
-        for problem, response, reward, advantage in rows
-    ]
-    return batch, samples
-
-
-class Task(NamedTuple):
-    """The tokenizer, the problems and the reward of a run, and the benchmarks that evaluate it."""
-
-    tokenizer: Tokenizer
-    problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" with --reward
-    reward: Reward
-    suite: evaluation.Suite
-    data_fingerprint: str  # of the problems
-
-
-def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
-    """Return the indices of a step's problems. Epochs are shuffled, and follow each other."""
-    start = (step - 1) * batch_size  # of the batch in the list of all epochs
-    last = start + batch_size - 1
-    epochs = range(start // num_problems, last // num_problems + 1)
-    orders = [torch.randperm(num_problems, generator=generator(seed, epoch)) for epoch in epochs]
-    offset = start - epochs[0] * num_problems
-    return torch.cat(orders)[offset : offset + batch_size].tolist()
-
-
-def rank_rows(
-    batch_size: int, mini_batch_size: int, group_size: int, rank: int, world: int
-) -> list[tuple[int, int]]:
-    """Return which responses of a step a rank samples: (problem in the batch, member of its group).
-
-    Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the number
-    of ranks. Example: a batch of four problems 0 to 3, mini-batches of two and groups of two.
-
-        rank_rows(4, 2, 2, rank=0, world=1) is 00 01 10 11, 20 21 30 31
-        rank_rows(4, 2, 2, rank=0, world=2) is 00 01, 20 21
-        rank_rows(4, 2, 2, rank=1, world=2) is 10 11, 30 31
-    """
-    problems = torch.arange(batch_size).view(-1, world, mini_batch_size // world)
-    problems = problems[:, rank].flatten().tolist()
-    return [(problem, member) for problem in problems for member in range(group_size)]
-
-
-# ====================================================== methods: which tokens they keep, their loss
-
-
-class Method(NamedTuple):
-    """A training method. docs/using-the-loss.md adds one to METHODS."""
-
-    choose: Callable[[Batch, TokenStats, Config], Choice]  # from p and H under pi_theta
-    reads: Literal["A > 0", "all", "none"]  # the responses whose p and H under pi_theta it needs
-    denominator: Callable[[Batch, torch.Tensor], torch.Tensor]  # this rank's part of it, from I
-    loss: Callable[[Batch, torch.Tensor, torch.Tensor, float, Config], tuple]  # of a micro-batch
-    kl: bool = False  # a KL term to the reference policy, weighted by --beta
-    advantages: Callable[[torch.Tensor], torch.Tensor] = group_advantages  # from rewards (P, G)
-
-
-class Choice(NamedTuple):
-    """A method's decision for a mini-batch (this rank's rows): which tokens are kept."""
-
-    keep: torch.Tensor  # (B, L): the paper's I, bool, or float weights (not for grpo)
-    candidates: torch.Tensor  # (B, L) bool: the tokens that could have been silenced
-
-
-def silence_spurious(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """Sec. 3.3, S2T on a mini-batch, with tau_h over the tokens of all ranks."""
-    tokens = stats.logp, batch.advantages, stats.entropy, batch.mask
-    quantile_tokens = batch.mask if cfg.quantile_over == "all" else None
-    options = {"tau_p": cfg.tau_p, "q": cfg.q, "quantile_tokens": quantile_tokens}
-    silenced = spurious_mask(*tokens, **options, all_cat=all_cat)  # (B, L)
-    candidates = spurious_candidates(stats.logp, batch.advantages, batch.mask, tau_p=cfg.tau_p)
-    return Choice(keep=batch.mask & ~silenced, candidates=candidates)
-
-
-def silence_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """Silence as many candidates as STAPO does, of the highest entropy: S2T sees -H for H."""
-    cfg = replace(cfg, quantile_over="candidates")
-    return silence_spurious(batch, stats._replace(entropy=-stats.entropy), cfg)
-
-
-def silence_random(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """Silence as many candidates as STAPO does, random ones: S2T sees noise for H.
-
-    The noise of a token depends on its response's seed alone.
-    """
-    noise = torch.zeros(batch.mask.shape)  # (B, L)
-    for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
-        noise[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
-    cfg = replace(cfg, quantile_over="candidates")
-    return silence_spurious(batch, stats._replace(entropy=noise), cfg)
-
-
-def silence_candidates(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """FullMask: silence every candidate."""
-    candidates = spurious_candidates(stats.logp, batch.advantages, batch.mask, tau_p=cfg.tau_p)
-    return Choice(keep=batch.mask & ~candidates, candidates=candidates)
-
-
-def keep_high_entropy(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """20-Entropy: keep the 20 % of all tokens that have the highest entropy."""
-    threshold = quantile(all_cat(stats.entropy[batch.mask]), 0.8)
-    keep = batch.mask & (stats.entropy >= threshold)
-    return Choice(keep=keep, candidates=torch.zeros_like(keep))
-
-
-def keep_all(batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
-    """JustRL and GRPO: keep every response token."""
-    return Choice(keep=batch.mask, candidates=torch.zeros_like(batch.mask))
-
-
-def kept_tokens(batch: Batch, keep: torch.Tensor) -> torch.Tensor:
-    return keep.sum()
-
-
-def all_tokens(batch: Batch, keep: torch.Tensor) -> torch.Tensor:
-    return batch.mask.sum()
-
-
-def all_responses(batch: Batch, keep: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(len(batch.ids))
-
-
-def token_mean(
-    batch: Batch, keep: torch.Tensor, logp: torch.Tensor, denominator: float, cfg: Config
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return clipped_loss of a micro-batch, a 0-dim tensor with gradient, and its ratio_sums."""
-    clip = {"eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
-    tokens = logp, batch.old.logp, batch.advantages
-    loss = clipped_loss(*tokens, keep, **clip, denominator=denominator)
-    return loss, ratio_sums(*tokens, batch.mask, **clip)
-
-
-def response_mean(
-    batch: Batch, keep: torch.Tensor, logp: torch.Tensor, denominator: float, cfg: Config
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return grpo_loss of a micro-batch, a 0-dim tensor with gradient, and its ratio_sums."""
-    tokens = logp, batch.old.logp
-    options = {"eps": cfg.eps_low, "beta": cfg.beta, "num_responses": denominator}
-    loss = grpo_loss(*tokens, batch.ref_logp, batch.advantages, keep, **options)
-    clip = {"eps_low": cfg.eps_low, "eps_high": cfg.eps_low}
-    return loss, ratio_sums(*tokens, batch.advantages, batch.mask, **clip)
-
-
-def grpo_loss(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    ref_logp: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    eps: float,
-    beta: float,
-    num_responses: float,
-) -> torch.Tensor:
-    """Sec. 2.2, GRPO: the clipped objective, averaged in each response, then over responses.
-
-        J = 1/N sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
-        k3 = r - ln r - 1 with r = pi_ref / pi_theta
-
-    The value of k3 estimates KL(pi_theta || pi_ref). The gradient of k3 estimates the gradient of
-    KL(pi_ref || pi_theta). ref_logp (B, T) float32 is ln p under the reference policy, the model
-    before training; None: no KL term. num_responses is N. The other arguments are those of
-    stapo_loss. Returns the loss -J, a 0-dim tensor.
-    """
-    check_shapes(advantages, mask, logp, old_logp, logp if ref_logp is None else ref_logp)
-    rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0).exp()  # (B, T)
-    A = advantages[:, None]  # (B, 1)
-    J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)
-    if ref_logp is not None:
-        log_r = (ref_logp - logp).masked_fill(~mask, 0.0)  # (B, T)
-        k3 = log_r.exp() - log_r - 1  # (B, T)
-        J_it = J_it - beta * k3
-    per_response = J_it.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
-    return -per_response.sum() / num_responses
-
-
-METHODS = {
-    "stapo": Method(silence_spurious, "A > 0", kept_tokens, token_mean),
-    "justrl": Method(keep_all, "none", all_tokens, token_mean),
-    "grpo": Method(keep_all, "none", all_responses, response_mean, kl=True),
-    # divides by all tokens, the dropped ones included
-    "20-entropy": Method(keep_high_entropy, "all", all_tokens, token_mean),
-    "full-mask": Method(silence_candidates, "A > 0", kept_tokens, token_mean),
-    "high-entropy": Method(silence_high_entropy, "A > 0", kept_tokens, token_mean),
-    "random": Method(silence_random, "A > 0", kept_tokens, token_mean),
-}
-
 
 # ============================================================================= a batch of responses
 
@@ -663,9 +355,357 @@ class Batch:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return a batch of function(tensor) for each tensor."""
-        tensors = {name: x for name, x in vars(self).items() if name != "old"}
-        tensors = {name: x if x is None else function(x) for name, x in tensors.items()}
-        return Batch(old=TokenStats(*map(function, self.old)), **tensors)
+        old = TokenStats(function(self.old.logp), function(self.old.entropy))
+        others = {name: function(x) for name, x in vars(self).items() if torch.is_tensor(x)}
+        return replace(self, old=old, **others)
+
+
+class Choice(NamedTuple):
+    """A method's decision for a mini-batch (this rank's rows): which tokens are kept."""
+
+    keep: torch.Tensor  # (B, L): the paper's I, bool, or float weights (not for grpo)
+    stats: TokenStats  # ln p and H that it was made from, (B, L) each
+    candidates: torch.Tensor | None = None  # (B, L) bool: tokens that could have been silenced
+    tau_h: torch.Tensor | None = None  # 0-dim: the threshold of entropy, of all ranks' tokens
+    denominator: float | torch.Tensor | None = None  # this rank's part of it; None: the sum of keep
+
+
+class Task(NamedTuple):
+    """The tokenizer, the problems and the reward of a run, and the benchmarks that evaluate it."""
+
+    tokenizer: Tokenizer
+    problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" with --reward
+    reward: Reward
+    suite: evaluation.Suite
+    data_fingerprint: str  # of the problems
+
+
+class Step(NamedTuple):
+    """A step of training, for its metrics."""
+
+    batch: Batch
+    samples: list[dict]  # a row of samples.jsonl for each response
+    choices: list[Choice]  # of each mini-batch
+    updates: list[dict[str, float]]  # what `update` returned for each mini-batch
+    began: float  # times in seconds: before `collect`, after it, and after the updates
+    collected: float
+    ended: float
+
+
+# ================================================================ one step of Algorithm 1, Sec. 3.3
+
+
+def train_step(
+    policy: Policy,
+    reference: Policy | None,
+    optimizer: Optimizer,
+    task: Task,
+    step: int,
+    cfg: Config,
+) -> Step:
+    """Take one step of Algorithm 1: a batch of responses, then an AdamW step for each mini-batch.
+
+    With the default flags a step has four mini-batches, so 80 steps are 320 AdamW steps. reference
+    is the reference policy of a KL term, or None. Returns what the metrics of the step need.
+    """
+    choose = METHODS[cfg.method]  # stapo: silence_spurious
+    # 1. pi_old = pi_theta. Sample G responses to each prompt, reward them, compute A.
+    began = time.monotonic()
+    batch, samples = collect(policy, reference, task, step, cfg)
+    collected, choices, updates = time.monotonic(), [], []
+    for mini_batch in batch.mini_batches(cfg.batch_size // cfg.mini_batch_size):
+        # 2. p and H under pi_theta, and from these the mask I. Before any update pi_theta = pi_old.
+        choice = choose(mini_batch, policy if updates else None, cfg)
+        # 3. One AdamW step up the gradient of J.
+        updates.append(update(policy, optimizer, mini_batch, choice, cfg))
+        choices.append(choice)
+    return Step(batch, samples, choices, updates, began, collected, ended=time.monotonic())
+
+
+def collect(
+    policy: Policy, reference: Policy | None, task: Task, step: int, cfg: Config
+) -> tuple[Batch, list[dict]]:
+    """Sample this rank's responses of a step, reward them, and compute ln p and H under pi_old.
+
+    Returns the batch, whose rows are in the order of rank_rows, and a row of samples.jsonl for each
+    response. Raises Stopped if a stop was asked for, and RewardError.
+    """
+    indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
+    pairs = rank_rows(cfg.batch_size, cfg.mini_batch_size, cfg.group_size, rank(), world_size())
+    problems = [task.problems[indices[number]] for number, _ in pairs]
+    seeds = [mix_seed(cfg.seed, step, number, member) for number, member in pairs]
+    with distributed.gathered(policy) as model:
+        sampled = sample(
+            model,
+            task.tokenizer,
+            [problem["prompt_ids"] for problem in problems],
+            max_new_tokens=cfg.max_new_tokens,
+            batch_size=cfg.rollout_batch_size,
+            seed=seeds,
+            progress=f"step {step}, rollout",
+        )  # temperature 1, top-p 1
+        responses = in_order(stop.together(sampled))
+    # The metrics count a response with a reward above 0 as right. So a length penalty here would
+    # lower `accuracy`, too.
+    texts = [response.text for response in responses]
+    rewards = torch.tensor(reward_all(task.reward, texts, problems), dtype=torch.float64)  # (B,)
+    groups = rewards.view(-1, cfg.group_size)  # (P, G)
+    # A constant that is added to a group's rewards changes no A. Without the whole part of their
+    # mean, float32 can tell rewards of 1e8 and 1e8 + 1 apart.
+    groups = groups - groups.mean(dim=1, keepdim=True).trunc()
+    advantages = group_advantages(groups.float()).flatten()  # (B,)
+    ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
+    old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
+    ref_logp = None
+    if reference:
+        # Gathered: FSDP2 keeps a list of forwards until a backward, which the reference never has.
+        with distributed.gathered(reference) as model:
+            stats = response_stats(Policy(model), ids, mask, lengths, cfg.tokens_per_micro_batch)
+        ref_logp = stats.logp
+    stop.leave_if_asked()  # a stop during the updates waits until the step is whole
+    batch = Batch(
+        ids=ids,
+        mask=mask,
+        lengths=lengths,
+        old=old,
+        ref_logp=ref_logp,
+        rewards=rewards,
+        advantages=advantages,
+        truncated=torch.tensor([response.truncated for response in responses]),
+        seeds=torch.tensor(seeds),
+    )
+    rows = zip(problems, texts, rewards.tolist(), advantages.tolist(), strict=True)
+    samples = [
+        {"problem": problem["problem"], "gold": problem["answer"], "response": text}
+        | {"reward": reward, "advantage": advantage}
+        for problem, text, reward, advantage in rows
+    ]
+    return batch, samples
+
+
+def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
+    """Return the indices of a step's problems. Epochs are shuffled, and follow each other."""
+    start = (step - 1) * batch_size  # of the batch in the list of all epochs
+    last = start + batch_size - 1
+    epochs = range(start // num_problems, last // num_problems + 1)
+    orders = [torch.randperm(num_problems, generator=generator(seed, epoch)) for epoch in epochs]
+    offset = start - epochs[0] * num_problems
+    return torch.cat(orders)[offset : offset + batch_size].tolist()
+
+
+def rank_rows(
+    batch_size: int, mini_batch_size: int, group_size: int, rank: int, world: int
+) -> list[tuple[int, int]]:
+    """Return which responses of a step a rank samples: (problem in the batch, member of its group).
+
+    Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the number
+    of ranks. Example: a batch of four problems 0 to 3, mini-batches of two and groups of two.
+
+        rank_rows(4, 2, 2, rank=0, world=1) is 00 01 10 11, 20 21 30 31
+        rank_rows(4, 2, 2, rank=0, world=2) is 00 01, 20 21
+        rank_rows(4, 2, 2, rank=1, world=2) is 10 11, 30 31
+    """
+    problems = torch.arange(batch_size).view(-1, world, mini_batch_size // world)
+    problems = problems[:, rank].flatten().tolist()
+    return [(problem, member) for problem in problems for member in range(group_size)]
+
+
+def logp_and_entropy(
+    policy: Policy | None, batch: Batch, cfg: Config, rows: torch.Tensor | None = None
+) -> TokenStats:
+    """Compute ln p and H of a mini-batch's tokens under pi_theta: (B, L) float32 each.
+
+        p_it = pi_theta(y_it)        H_it = -sum_v pi_theta(v) ln pi_theta(v), v: the vocabulary
+
+    policy is pi_theta, or None before the first update of a step: then pi_theta = pi_old, and
+    nothing is computed. rows (B,) bool: the responses that are forwarded (None: all). The others
+    keep ln p and H under pi_old. Every rank must call it.
+    """
+    if policy is None:
+        return batch.old
+    if rows is None:
+        rows = torch.ones_like(batch.advantages, dtype=torch.bool)
+    index = rows.nonzero().flatten()  # (N,)
+    some = batch.take(index)  # (N, L)
+    fresh = response_stats(policy, some.ids, some.mask, some.lengths, cfg.tokens_per_micro_batch)
+    return TokenStats(
+        logp=batch.old.logp.index_copy(0, index, fresh.logp),
+        entropy=batch.old.entropy.index_copy(0, index, fresh.entropy),
+    )
+
+
+def silence_spurious(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+    """Sec. 3.3, S2T on a mini-batch, with tau_h over the tokens of all ranks: STAPO's choice."""
+    over_all = cfg.quantile_over == "all"  # the first version of the paper
+    # No other responses can hold candidates.
+    stats = logp_and_entropy(policy, batch, cfg, rows=(batch.advantages > 0) | over_all)
+    silenced, candidates, tau_h = spurious_mask(
+        stats.logp,
+        batch.advantages,
+        stats.entropy,
+        batch.mask,
+        tau_p=cfg.tau_p,
+        q=cfg.q,
+        quantile_tokens=batch.mask if over_all else None,
+        all_cat=all_cat,
+    )
+    return Choice(keep=batch.mask & ~silenced, stats=stats, candidates=candidates, tau_h=tau_h)
+
+
+def update(
+    policy: Policy, optimizer: Optimizer, batch: Batch, choice: Choice, cfg: Config
+) -> dict[str, float]:
+    """Take one optimiser step on a mini-batch, over the tokens that are kept.
+
+    Without a KL term, responses with A = 0 have no gradient: they are not forwarded, but they stay
+    in the denominator. If anything is not finite, there is no step. Returns numbers over all ranks:
+    `loss`, ratio_sums, `grad_norm` before clipping, and `finite`: whether there was a step.
+    """
+    keep = choice.keep * batch.mask  # (B, L): a mask of your own may be True outside responses
+    denominator = keep.sum() if choice.denominator is None else choice.denominator
+    known = choice.stats.logp.isfinite() & choice.stats.entropy.isfinite()  # (B, L)
+    counts = all_sum({"denominator": denominator, "not_finite": (batch.mask & ~known).sum()})
+    # FSDP averages gradients over ranks, so the denominator of all ranks is divided by world_size.
+    denominator = (counts["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
+    has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
+    trained = has_gradient.nonzero().flatten()  # (N,) rows
+    sums = dict.fromkeys(("loss", "tokens", "ratio_sum", "kl_sum", "clip_low", "clip_high"), 0.0)
+    policy.train()
+    optimizer.zero_grad()
+    parts = micro_batches(batch.lengths[trained].tolist(), cfg.tokens_per_micro_batch)
+    for part in progress.track(even_out(parts), "update"):
+        rows = trained[part]  # empty if another rank has more micro-batches: zero gradients
+        micro = batch.rows(rows)
+        logp = policy(micro.ids, micro.mask, logp_only=True).logp  # (B, L)
+        micro, kept = micro.to(logp.device), keep[rows, : logp.shape[1]].to(logp.device)
+        if cfg.method in GRPO:
+            loss = grpo_loss(
+                logp,
+                micro.old.logp,
+                micro.ref_logp,
+                micro.advantages,
+                mask=kept,
+                eps=cfg.eps_low,
+                beta=cfg.beta,
+                num_responses=denominator,
+            )
+        else:
+            loss = clipped_loss(
+                logp,
+                micro.old.logp,
+                micro.advantages,
+                kept,
+                eps_low=cfg.eps_low,
+                eps_high=cfg.eps_high,
+                denominator=denominator,
+            )
+        loss.backward()
+        for name, value in micro_batch_sums(loss, logp, micro, cfg).items():
+            sums[name] += value.double()
+    policy.eval()
+    totals = all_sum(sums) | {"grad_norm": clip_gradient(policy, cfg.grad_clip)}
+    finite = not counts["not_finite"] and math.isfinite(totals["loss"])
+    finite = finite and math.isfinite(totals["grad_norm"])
+    if finite:
+        optimizer.step()
+    policy.zero_grad()  # frees the gradients' memory for the next rollout
+    return totals | {"finite": finite}
+
+
+def micro_batch_sums(
+    loss: torch.Tensor, logp: torch.Tensor, micro: Batch, cfg: Config
+) -> dict[str, torch.Tensor]:
+    """Return a micro-batch's part of `loss` and of ratio_sums, over all ranks' tokens."""
+    sums = ratio_sums(
+        logp,
+        micro.old.logp,
+        micro.advantages,
+        micro.mask,
+        eps_low=cfg.eps_low,
+        eps_high=cfg.eps_low if cfg.method in GRPO else cfg.eps_high,
+    )
+    return sums | {"loss": loss.detach() / world_size()}
+
+
+def clip_gradient(policy: Policy, largest: float) -> float:
+    """Scale the gradient down to the norm `largest`, and return its norm before that."""
+    for parameter in policy.parameters():
+        # Nothing was forwarded: AdamW takes the step of a zero gradient. Frozen weights stay.
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), largest)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+# ========================================================== other methods: ablations and baselines
+
+
+def silence_candidates(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+    """FullMask: silence every candidate."""
+    stats = logp_and_entropy(policy, batch, cfg, rows=batch.advantages > 0)
+    choice = silence_lowest(stats.entropy, batch, stats, cfg)
+    return choice._replace(keep=batch.mask & ~choice.candidates)
+
+
+def silence_high_entropy(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+    """Silence the candidates of the highest entropy: S2T sees -H for H."""
+    stats = logp_and_entropy(policy, batch, cfg, rows=batch.advantages > 0)
+    return silence_lowest(-stats.entropy, batch, stats, cfg)
+
+
+def silence_random(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+    """Silence random candidates: S2T sees noise for H, which a response's seed alone decides."""
+    noise = torch.zeros(batch.mask.shape)  # (B, L)
+    for row, (seed, mask) in enumerate(zip(batch.seeds.tolist(), batch.mask, strict=True)):
+        noise[row, mask] = torch.rand(int(mask.sum()), generator=generator(seed, "noise"))
+    stats = logp_and_entropy(policy, batch, cfg, rows=batch.advantages > 0)
+    return silence_lowest(noise, batch, stats, cfg)
+
+
+def silence_lowest(values: torch.Tensor, batch: Batch, stats: TokenStats, cfg: Config) -> Choice:
+    """S2T with values (B, L) in place of H. If none are equal, STAPO silences as many."""
+    silenced, candidates, _ = spurious_mask(
+        stats.logp,
+        batch.advantages,
+        values,
+        batch.mask,
+        tau_p=cfg.tau_p,
+        q=cfg.q,
+        all_cat=all_cat,
+    )
+    return Choice(keep=batch.mask & ~silenced, stats=stats, candidates=candidates)
+
+
+def keep_high_entropy(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+    """20-Entropy: keep the 20 % of all tokens with the highest entropy, and divide by all."""
+    stats = logp_and_entropy(policy, batch, cfg)
+    threshold = quantile(all_cat(stats.entropy[batch.mask]), 0.8)
+    keep = batch.mask & (stats.entropy >= threshold)
+    return Choice(keep=keep, stats=stats, denominator=batch.mask.sum())
+
+
+def keep_all(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+    """JustRL: keep every response token."""
+    return Choice(keep=batch.mask, stats=batch.old)
+
+
+def keep_all_for_grpo(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+    """GRPO: keep every response token. The denominator is the number of responses."""
+    return Choice(keep=batch.mask, stats=batch.old, denominator=len(batch.ids))
+
+
+# A method is a function of a mini-batch of this rank, the policy (None before the first update of a
+# step, as logp_and_entropy takes it) and the flags. docs/using-the-loss.md adds methods.
+METHODS: dict[str, Callable[[Batch, Policy | None, Config], Choice]] = {
+    "stapo": silence_spurious,
+    "justrl": keep_all,
+    "grpo": keep_all_for_grpo,
+    "20-entropy": keep_high_entropy,
+    "full-mask": silence_candidates,
+    "high-entropy": silence_high_entropy,
+    "random": silence_random,
+}
+GRPO = {"grpo"}  # methods with grpo_loss and a KL term; all others have clipped_loss
 
 
 # ============================================================== metrics; docs/reference.md has each
@@ -733,13 +773,16 @@ def update_metrics(
     mini_batches: list[Batch], choices: list[Choice], updates: list[dict[str, float]]
 ) -> dict[str, float | None]:
     """Metrics of a step's updates, over all its mini-batches and ranks."""
-    counts, total = Counter(), Counter()
+    counts, total = Counter(candidates=0, silenced=0), Counter()
     for batch, choice in zip(mini_batches, choices, strict=True):
-        candidates = batch.mask & choice.candidates  # (B, L)
-        counts["candidates"] += int(candidates.sum())
-        counts["silenced"] += int((candidates & (choice.keep == 0)).sum())
         counts["tokens"] += int(batch.mask.sum())
+        if choice.candidates is not None:
+            candidates = batch.mask & choice.candidates  # (B, L)
+            counts["candidates"] += int(candidates.sum())
+            counts["silenced"] += int((candidates & (choice.keep == 0)).sum())
     counts = all_sum(counts)
+    thresholds = [float(choice.tau_h) for choice in choices if choice.tau_h is not None]
+    thresholds = [tau_h for tau_h in thresholds if tau_h > -math.inf]  # -inf: no candidates
     for sums in updates:
         total.update(sums)  # adds up the numbers of each key
     forwarded = total["tokens"]  # without the responses that `update` does not forward
@@ -751,6 +794,7 @@ def update_metrics(
         "candidates": int(counts["candidates"]),
         "silenced": int(counts["silenced"]),
         "silenced_fraction": counts["silenced"] / counts["tokens"],
+        "tau_h": sum(thresholds) / len(thresholds) if thresholds else None,
         "clip_low": per_token("clip_low"),
         "clip_high": per_token("clip_high"),
         "ratio_mean": per_token("ratio_sum"),
@@ -773,7 +817,7 @@ class Config:
     of the paper's appendix.
     """
 
-    model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM")
+    model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM", "data")
     data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl, .json or .parquet")
     instruction: str = flag(INSTRUCTION, "text after every problem; may be empty")
     chat_template: str = flag(
@@ -786,11 +830,11 @@ class Config:
     )
     output: str = flag("", "directory of the run; empty: a new one under runs/")
     resume: str = flag("", "directory of a run to continue with its own flags")
-    # the objective
     method: str = flag(
         "stapo",
         "stapo; baselines: justrl (silences nothing), grpo, 20-entropy; ablations: full-mask "
         "(silences all candidates), high-entropy, random",
+        "objective",
     )
     tau_p: float = flag(0.002, "with A > 0, tokens below this probability are candidates")
     q: float = flag(
@@ -805,8 +849,7 @@ class Config:
     eps_low: float = flag(0.2, "clip the ratio at 1 - eps_low")
     eps_high: float = flag(0.28, "clip the ratio at 1 + eps_high (grpo: 1 + eps_low)")
     beta: float = flag(0.04, "grpo: weight of the KL to the reference policy (DeepSeekMath's)")
-    # one step: responses to a batch of prompts, then an optimiser step for each mini-batch
-    steps: int = flag(80, "batches of prompts to train on (paper: 3,000 and more)")
+    steps: int = flag(80, "batches of prompts to train on (paper: 3,000 and more)", "one step")
     batch_size: int = flag(32, "prompts in a step (paper: 256)")
     mini_batch_size: int = flag(8, "prompts in an optimiser step (paper: 64)")
     group_size: int = flag(8, "responses to each prompt (G)")
@@ -817,8 +860,9 @@ class Config:
     weight_decay: float = flag(0.1, "AdamW's (JustRL's value; the paper gives none)")
     grad_clip: float = flag(1.0, "largest gradient norm")
     seed: int = flag(0, "seed of the data order and of the sampling")
-    # memory and files
-    rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
+    rollout_batch_size: int = flag(
+        256, "most responses decoded at a time on each rank", "memory and files"
+    )
     tokens_per_micro_batch: int = flag(16384, "most tokens of a micro-batch, padding included")
     gradient_checkpointing: bool = flag(
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"
@@ -827,7 +871,9 @@ class Config:
     save_every: int = flag(10, "steps between checkpoints (0: only evaluations and the end)")
     keep_last: int = flag(2, "number of checkpoints that are kept")
     log_samples: int = flag(8, "responses of each step in samples.jsonl, of those of rank 0")
-    eval_every: int = flag(0, "steps between evaluations; the first is before step 1 (0: none)")
+    eval_every: int = flag(
+        0, "steps between evaluations; the first is before step 1 (0: none)", "evaluation"
+    )
     eval_benchmarks: list[str] = flag(
         ["aime24"],
         "aime24, aime25, amc23, math500, minerva, olympiadbench, or files; --reward grades files",
@@ -879,8 +925,9 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     reward = load_reward(cfg.reward)
     whole_rows = bool(cfg.reward)  # a reward of your own can read every column
     benchmarks = cfg.eval_benchmarks if cfg.eval_every else []
-    options = {"samples": cfg.eval_samples, "limit": cfg.eval_limit, "whole_rows": whole_rows}
-    suite = evaluation.load_benchmarks(benchmarks, **options)
+    suite = evaluation.load_benchmarks(
+        benchmarks, samples=cfg.eval_samples, limit=cfg.eval_limit, whole_rows=whole_rows
+    )
     problems = load_problems(cfg.data, whole_rows=whole_rows)
     for problem in progress.track(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
@@ -903,9 +950,8 @@ def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> 
     """
     if not (file := run.due_evaluation()):
         return
-    given = task.tokenizer, task.suite, file, cfg, task.reward
     with distributed.gathered(policy) as model:
-        scores = evaluation.evaluate(model, *given)
+        scores = evaluation.evaluate(model, task.tokenizer, task.suite, file, cfg, task.reward)
     run.end_evaluation(scores)
     progress.log(progress.scores_in_words(run.step, scores))
 
@@ -919,14 +965,16 @@ def load_models(
     policy is --model. Raises InputError.
     """
     policy = load_policy(str(checkpoint or cfg.model), cfg.gradient_checkpointing)
-    options = {"weight_decay": cfg.weight_decay, "fused": policy.model.device.type == "cuda"}
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, **options)
+    fused = policy.model.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused
+    )
     if checkpoint:
         load_optimizer(checkpoint, policy.model, optimizer)
     # A checkpoint has this, so other programs stop and sample as training does.
     stops = stop_ids(policy.model, tokenizer)
     policy.model.generation_config = sampling_config(1.0, 1.0, None, stops, tokenizer.pad_token_id)
-    with_kl = METHODS[cfg.method].kl and cfg.beta > 0
+    with_kl = cfg.method in GRPO and cfg.beta > 0
     return policy, optimizer, load_policy(cfg.model) if with_kl else None
 
 
@@ -947,9 +995,6 @@ def train(cfg: Config) -> None:
         distributed.check_memory(str(run.checkpoint or cfg.model))
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
     run.begin({"data_fingerprint": task.data_fingerprint, "versions": progress.installed()})
-    method = METHODS[cfg.method]
-    if cfg.quantile_over == "all" and method.reads == "A > 0":
-        method = method._replace(reads="all")
     skipped_in_a_row, ended_by = 0, None
     stop.listen()
     try:
@@ -960,14 +1005,16 @@ def train(cfg: Config) -> None:
             lr = cfg.lr * min(1, number / max(1, cfg.warmup_steps))
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            step = train_step(policy, reference, optimizer, method, task, number, cfg)
-            for sums in step.updates:
-                skipped_in_a_row = 0 if sums["finite"] else skipped_in_a_row + 1
-                if skipped_in_a_row == 3:
-                    raise InputError(f"step {number}: three updates in a row were not finite")
+            step = train_step(policy, reference, optimizer, task, number, cfg)
             line = {"step": number, "lr": lr} | step_metrics(step, cfg.tau_p)
             run.end_step(line, step.samples[: cfg.log_samples])
             progress.report_step(line, step.samples[0], cfg.steps)
+            for sums in step.updates:
+                skipped_in_a_row = 0 if sums["finite"] else skipped_in_a_row + 1
+                if skipped_in_a_row == 3:
+                    ended_by = InputError(f"step {number}: three updates in a row were not finite")
+            if ended_by:  # the weights are those before the three updates: save them
+                break
             if run.save_is_due():
                 run.save(policy.model, optimizer, task.tokenizer)
             stop.leave_if_asked()
@@ -984,7 +1031,9 @@ def main(argv: list[str] | None = None) -> None:
     """Read the flags and train. argv replaces the command line."""
     with distributed.session("stapo.py"), stop.restored():
         progress.quiet_libraries()
-        cfg = parse_flags(Config, __doc__.split("\n")[0], argv, CHANGEABLE)
+        about = __doc__.split("\n")[0]
+        about += " @FILE reads flags from a file. --resume DIR alone continues a run."
+        cfg = parse_flags(Config, about, argv, CHANGEABLE)
         if cfg.threads > 0:
             torch.set_num_threads(cfg.threads)
         progress.report_environment()

@@ -1,42 +1,53 @@
 """A reward that says nothing: which methods' entropy rises after a finished run.
 
-python experiments/drift.py --jobs 2    # the table of docs/experiments.md
+python experiments/drift.py --jobs 2    # the tables of docs/experiments.md
 """
 
 import hashlib
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import runs
-from runs import Run
+from runs import Lines, Run, by_step, rows_of, table
 
 from reward import is_correct
 
-STEPS = 130
-FLAGS = f"""@tests/tiny/args --model {{base}}/checkpoints/step_000028
-    --reward experiments/drift.py:nine_of_ten --steps {STEPS} --save_every 0 --log_samples 0
-    --eval_every {STEPS} --eval_benchmarks tests/tiny/test.jsonl"""
-FIVE = {"STAPO": "stapo", "JustRL": "justrl"}  # seeds
+STEPS, LONG = 130, 300
+FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028
+    --reward experiments/drift.py:nine_of_ten --save_every 0 --log_samples 0"""
+HELD_OUT = "--benchmarks tests/tiny/test.jsonl --instruction= --max_new_tokens 80 --samples 4"
+SIX = {"STAPO": "stapo", "JustRL": "justrl"}  # seeds
 THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}
 THREE |= {"FullMask": "full-mask", "random candidates": "random"}
-COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80, STEPS)}
-COLUMNS |= {"rare, %": ".2f", "no box, %": ".1f", "right, %": ".1f"}
+COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
+COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
+COLUMNS |= {"right, %, T = 1": ".1f", "right, %, T = 0.7": ".1f"}
+
+
+def chance(problem: str, response: str) -> float:
+    """A number between 0 and 1, the same for the same text."""
+    digest = hashlib.sha256(f"{problem}\n{response}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def nine_of_ten(response: str, row: dict) -> float:
-    """+1 for nine of ten responses and -1 for the tenth, by a hash: the same for the same text."""
-    digest = hashlib.sha256(f"{row['problem']}\n{response}".encode()).digest()
-    return 1.0 if int.from_bytes(digest[:8], "big") / 2**64 < 0.9 else -1.0
+    """+1 for nine of ten responses and -1 for the tenth, by chance."""
+    return 1.0 if chance(row["problem"], response) < 0.9 else -1.0
 
 
 def list_runs() -> list[Run]:
-    """Seeds 5 and up, because trials had seeds 0 to 4."""
-    return [
-        Run(row, seed, f"{FLAGS} --method {method}", f"stapo.py @tests/tiny/args --seed {seed}")
-        for seed in range(5, 10)
-        for row, method in (FIVE | THREE if seed < 8 else FIVE).items()
-    ]
+    """Seeds 5 and up, because trials had seeds 0 to 4. Seed 10 also has runs of 300 steps."""
+    found = []
+    for seed in range(5, 11):
+        base = f"stapo.py @tests/tiny/args --seed {seed}"
+        methods = SIX | THREE if seed < 8 else SIX
+        for row, method in methods.items():
+            flags = f"{FLAGS} --method {method} --steps {STEPS}"
+            found.append(Run(row, seed, flags, base, HELD_OUT))
+    for row, method in SIX.items():
+        flags = f"{FLAGS} --method {method} --steps {LONG}"
+        found.append(Run(f"{row}, {LONG} steps", 10, flags, base, HELD_OUT))
+    return found
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -44,14 +55,32 @@ def measure(folder: Path) -> dict[str, float]:
 
     "right" is the share of right answers, whatever the reward pays.
     """
-    lines, scores = runs.read_metrics(folder)
-    answers = runs.read_rows(folder / f"evaluations/step_{STEPS:06}.jsonl")
-    return {f"entropy, {step}": lines[step - 1]["entropy"] for step in (1, 40, 80, STEPS)} | {
-        "rare, %": 100 * lines[-1]["low_prob_fraction"],
-        "no box, %": 100 * scores[STEPS]["no_box_fraction"],
-        "right, %": 100 * fmean(is_correct(row["response"], row["gold"]) for row in answers),
-    }
+    lines = runs.read_metrics(folder)
+    answers = runs.read_rows(folder / "held-out" / "samples.jsonl")
+    numbers = {f"entropy, {step}": lines[step - 1]["entropy"] for step in (1, 40, 80)}
+    numbers |= {"entropy, end": lines[-1]["entropy"]}
+    numbers |= {"rare, %": 100 * lines[-1]["low_prob_fraction"]}
+    for decoding, name in (("training", "T = 1"), ("justrl", "T = 0.7")):
+        rows = [row for row in answers if row["decoding"] == decoding]
+        right = fmean(is_correct(row["response"], row["gold"]) for row in rows)
+        numbers[f"right, %, {name}"] = 100 * right
+        if decoding == "training":
+            numbers["no box, %"] = 100 * fmean(row["answer"] is None for row in rows)
+    return numbers
+
+
+def report(lines: Lines) -> str:
+    return table(COLUMNS, rows_of(lines), lines, "drift")
+
+
+def figure(lines: Lines, file: Path) -> None:
+    """The entropy of every row, by the step."""
+    short = [*SIX, *THREE]
+    short = {row: by_step(lines, row, "entropy") for row in short}
+    long = {row: by_step(lines, f"{row}, {LONG} steps", "entropy") for row in SIX}
+    panels = {"entropy, nats": short, f"seed 10, {LONG} steps": long}
+    runs.draw(file, panels, "step")
 
 
 if __name__ == "__main__":
-    runs.main(__doc__, measure, {"drift": (list_runs(), partial(runs.table, COLUMNS))})
+    runs.main(__doc__, measure, ["entropy"], {"drift": (list_runs(), report)}, figure)

@@ -11,14 +11,13 @@ useful opening of a right answer, and STAPO mostly keeps it. docs/experiments.md
 
 import random
 import sys
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import make_tiny
 import runs
 import torch
-from runs import METHODS, TINY, Run, mean_over
+from runs import METHODS, TINY, Lines, Run, mean_over
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from reward import is_correct
@@ -29,9 +28,10 @@ SHARE = len(USEFUL) / len(USEFUL + GUESSES)  # of responses that begin with a us
 WORKED = 0.75  # share of pre-training texts that work the sum out, to learn the skill from
 STEPS = 32
 FLAGS = f"""@tests/tiny/args --model {{base}} --steps {STEPS}
-    --reward experiments/openings.py:useful_and_right --save_every 0 --log_samples 512
-    --eval_every {STEPS} --eval_samples 1 --eval_benchmarks tests/tiny/test.jsonl"""
-COLUMNS = dict.fromkeys(("half", "+1, 10 to 20", "+1, last five", "held out", "useful, %"), ".1f")
+    --reward experiments/openings.py:useful_and_right --save_every 0 --log_samples 512"""
+HELD_OUT = "--benchmarks tests/tiny/test.jsonl --instruction= --max_new_tokens 80 --samples 1"
+COLUMNS = dict.fromkeys(("half", "+1, 10 to 20", "+1, last five"), ".1f")
+COLUMNS |= dict.fromkeys(("held out, T = 1", "held out, T = 0.7", "useful, %"), ".1f")
 COLUMNS |= {"entropy, last five": ".2f"}
 
 
@@ -84,39 +84,44 @@ def list_runs() -> list[Run]:
     """Seeds 4 and up, because 2 and 3 chose the number of useful words."""
     flags = {name: f"{FLAGS} --method {method}" for name, method in METHODS.items()}
     base = "experiments/openings.py base"
-    return [Run(name, seed, flags[name], base) for seed in range(4, 9) for name in METHODS]
+    seeds = range(4, 9)
+    return [Run(name, seed, flags[name], base, HELD_OUT) for seed in seeds for name in METHODS]
 
 
 def measure(folder: Path) -> dict[str, float | None]:
     """Shares of responses in percent, entropy in nats.
 
     "half" is the step at which half of the responses work the sum out: two operations or more.
-    "held out" is the share of right answers, whatever their opening.
+    "held out" counts right answers with any opening.
     """
-    lines, _ = runs.read_metrics(folder)
+    lines = runs.read_metrics(folder)
     samples = runs.read_rows(folder / "samples.jsonl")
     last = STEPS - 4, STEPS
     for line in lines:
         texts = [row["response"] for row in samples if row["step"] == line["step"]]
         line["worked"] = fmean(text.count("=") >= 2 for text in texts)
         line["useful"] = fmean(text.startswith(USEFUL) for text in texts)
-    answers = runs.read_rows(folder / f"evaluations/step_{STEPS:06}.jsonl")
     half = [line["step"] for line in lines if line["worked"] >= 0.5]
     return {
         "half": min(half, default=None),
         "+1, 10 to 20": 100 * mean_over(lines, "accuracy", 10, 20),
         "+1, last five": 100 * mean_over(lines, "accuracy", *last),
-        "held out": 100 * fmean(is_correct(row["response"], row["gold"]) for row in answers),
+        **runs.held_out(folder),
         "useful, %": 100 * mean_over(lines, "useful", *last),
         "entropy, last five": mean_over(lines, "entropy", *last),
     }
+
+
+def report(lines: Lines) -> str:
+    return runs.table(COLUMNS, runs.rows_of(lines), lines, "openings")
 
 
 def main() -> None:
     if sys.argv[1:2] == ["base"]:  # openings.py base --output FOLDER
         make_base(Path(sys.argv[3]))
     else:
-        runs.main(__doc__, measure, {"openings": (list_runs(), partial(runs.table, COLUMNS))})
+        parts = {"openings": (list_runs(), report)}
+        runs.main(__doc__, measure, ["accuracy", "entropy", "silenced_fraction"], parts)
 
 
 if __name__ == "__main__":

@@ -1,138 +1,152 @@
-"""STAPO and JustRL on a real language model: the recipe smollm2-135m-cpu over seeds.
+"""STAPO and JustRL on SmolLM2-135M: the recipe, and a verifier that errs.
 
-    python experiments/real_model.py                   # all runs: an hour and a half on one thread
-    python experiments/real_model.py --model FOLDER    # from weights on this disk
-    python experiments/real_model.py --table           # the tables of the runs that are whole
+    python experiments/real_model.py --model FOLDER --only errs    # 37 minutes a run, one thread
+    python experiments/real_model.py --table --figure docs/real-model.png
 
-A run is `stapo.py @recipes/smollm2-135m-cpu` with another method, seed or learning rate. Runs of
-one seed have the same problems in the same order. Runs that are whole are not run again, and one
-that was interrupted begins anew. Checkpoints are deleted. With --figure FILE it draws the steps.
+"recipe": `stapo.py @recipes/smollm2-135m-cpu` over seeds. "errs": the reward is turned over for a
+share of the responses, and all runs of a seed begin from the same ten steps of JustRL. The protocol
+of "errs" is in docs/experiments.md. FOLDER: docs/training.md says how to make it without the Hub.
 """
 
-import argparse
-import shutil
-import subprocess
+import math
 import sys
 from pathlib import Path
 from statistics import fmean
 
-from runs import ROOT, cell, markdown, read_metrics
+import runs
+from drift import chance
+from runs import Lines, Rows, Run, by_step, mean_over, rows_of, table
 
-RECIPE = ROOT / "recipes" / "smollm2-135m-cpu"
-METHODS = {"STAPO": "stapo", "JustRL": "justrl"}
-SETTINGS = {  # the seeds of both methods, and flags beside those of the recipe
-    "recipe": (range(5), ""),
-    "four times the rate": (range(2), "--lr 1e-4"),
-}
-ROWS = {  # of the tables: a key of summary, and a format
-    "held out before, %": ("before", ".1f"),
-    "held out after, %": ("after", ".1f"),
-    "entropy, nats": ("entropy", ".3f"),
-    "rare tokens in right responses, %": ("rare", ".2f"),
-    "silenced tokens, %": ("silenced", ".3f"),
-    "length at the end, tokens": ("length", ".1f"),
-    "cut off at the end, %": ("cut", ".1f"),
-}
+sys.path.insert(0, str(runs.ROOT / "scripts"))
+from rewards import one_sentence  # noqa: E402
+
+RECIPE = "@recipes/smollm2-135m-cpu --eval_every 0 --log_samples 128"
+HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl --samples 4 --max_new_tokens 24
+    --instruction "Answer in one short sentence." --reward scripts/rewards.py:one_sentence"""
+ARMS = {"STAPO": "stapo --q 0.5", "JustRL": "justrl", "highest entropy": "high-entropy --q 0.5"}
+COLUMNS = {"entropy, first three": ".2f", "entropy, last ten": ".2f", "rise": ".2f"}
+COLUMNS |= {"rare, %": ".2f", "silenced, %": ".3f", "clip_high, %": ".2f", "cut off, %": ".1f"}
+COLUMNS |= {"right, %": ".1f", "held out, T = 1": ".1f", "held out, T = 0.7": ".1f"}
 
 
-def folder(output: Path, setting: str, method: str, seed: int) -> Path:
-    """Return the directory of a run."""
-    return output / f"{setting}-{METHODS[method]}-{seed}".replace(" ", "-")
+def turned_over(response: str, row: dict, share: float) -> float:
+    """one_sentence, but with the wrong sign for a share of the texts."""
+    reward = one_sentence(response, row)
+    return -reward if chance(row["problem"], response) < share else reward
 
 
-def run(path: Path, flags: str, model: str) -> None:
-    """Train one run, unless it is whole. An empty `model` is the recipe's."""
-    if path.exists():
-        return
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    command = [sys.executable, "stapo.py", f"@{RECIPE}", *flags.split(), "--output", str(partial)]
-    subprocess.run(command + (["--model", model] if model else []), cwd=ROOT, check=True)
-    shutil.rmtree(partial / "checkpoints")
-    partial.rename(path)
+def turned_20(response: str, row: dict) -> float:
+    return turned_over(response, row, 0.20)
 
 
-def summary(path: Path) -> dict[str, float]:
-    """Return a run's numbers. Entropy, rare and silenced tokens are means over the steps.
+def turned_35(response: str, row: dict) -> float:
+    return turned_over(response, row, 0.35)
 
-    Step 1 is left out of these means: its responses are sampled before any update.
+
+def turned_50(response: str, row: dict) -> float:
+    return turned_over(response, row, 0.50)
+
+
+def list_recipe() -> list[Run]:
+    found = []
+    for seed in range(5):
+        for name in ("STAPO", "JustRL"):
+            flags = f"{RECIPE} --model {{model}} --method {runs.METHODS[name]}"
+            found.append(Run(f"recipe, {name}", seed, flags, "", HELD_OUT))
+    return found
+
+
+def list_errs(arms: dict[str, str], share: int, seeds: range, steps: int = 30) -> list[Run]:
+    """Runs under a reward that is turned over for `share` % of the texts.
+
+    Two updates a step, so the second one has ratios. The runs of a seed follow each other: a seed
+    that is not finished can be left out without a choice.
     """
-    steps, scores = read_metrics(path)
-    means = {"entropy": "entropy", "rare": "low_prob_fraction", "silenced": "silenced_fraction"}
-    means = {name: fmean(step[key] or 0 for step in steps[1:]) for name, key in means.items()}
-    means |= {"rare": means["rare"] * 100, "silenced": means["silenced"] * 100}
-    means |= {"before": scores[0]["mean"], "after": scores[len(steps)]["mean"]}
-    last = {"length": steps[-1]["response_length"], "cut": steps[-1]["truncated_fraction"] * 100}
-    return means | last
+    flags = f"""{RECIPE} --model {{base}}/checkpoints/step_000010 --steps {steps} --save_every 10
+        --batch_size 16 --mini_batch_size 8 --reward experiments/real_model.py:turned_{share}"""
+    found = []
+    for seed in seeds:
+        base = f"stapo.py {RECIPE} --model {{model}} --method justrl --seed {seed}"
+        for name, method in arms.items():
+            row = f"{share} % turned over, {name}"
+            found.append(Run(row, seed, f"{flags} --method {method}", base, HELD_OUT))
+    return found
 
 
-def table(output: Path, setting: str) -> str:
-    """Return a Markdown table of both methods, and of JustRL minus STAPO seed by seed."""
-    runs = {}
-    for seed in SETTINGS[setting][0]:
-        paths = [folder(output, setting, method, seed) for method in METHODS]
-        if all(path.exists() for path in paths):
-            runs[seed] = [summary(path) for path in paths]
-    if len(runs) < 2:
-        return f"{setting}: fewer than two seeds are whole"
-    seeds = ", ".join(map(str, runs))
-    heading = [f"{setting}, seeds {seeds}", *METHODS, "JustRL - STAPO", "JustRL is higher"]
-    rows = []
-    for text, (key, form) in ROWS.items():
-        stapo, justrl = ([pair[i][key] for pair in runs.values()] for i in (0, 1))
-        gaps = [b - a for a, b in zip(stapo, justrl)]
-        higher = f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
-        rows.append([text, *(cell(values, form) for values in (stapo, justrl, gaps)), higher])
-    return markdown(heading, rows)
+def measure(folder: Path) -> dict[str, float]:
+    """Entropies in nats, the rest in percent; means over all steps but the first, or as named.
+
+    "rare": tokens with p < 0.002 in responses that the reward took for right. "right": by
+    one_sentence, over the last ten steps, whatever the reward pays.
+    """
+    lines = runs.read_metrics(folder)
+    end = len(lines)
+    last = [row for row in runs.read_rows(folder / "samples.jsonl") if row["step"] > end - 10]
+    right = [one_sentence(row["response"], {"answer": row["gold"]}) > 0 for row in last]
+    first_three = mean_over(lines, "entropy", 1, 3)
+    last_ten = mean_over(lines, "entropy", end - 9, end)
+    return {
+        "entropy": mean_over(lines, "entropy", 2, end),
+        "entropy, first three": first_three,
+        "entropy, last ten": last_ten,
+        "rise": last_ten / first_three,
+        "rare, %": 100 * mean_over(lines, "low_prob_fraction", 2, end),
+        "silenced, %": 100 * mean_over(lines, "silenced_fraction", 2, end),
+        "clip_high, %": 100 * mean_over(lines, "clip_high", 2, end),
+        "cut off, %": 100 * lines[-1]["truncated_fraction"],
+        "right, %": 100 * fmean(right),
+        **runs.held_out(folder),
+    }
 
 
-def figure(output: Path, file: Path) -> None:
-    """Draw metrics by step: a thin line is a seed, and a thick line is the mean of the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # files only, no display
-    import matplotlib.pyplot as plt
-
-    panels = {"accuracy": "accuracy", "entropy": "entropy, nats"}
-    panels |= {"low_prob_fraction": "share of rare tokens\nin right responses"}
-    size = {"figsize": (9, 2.6 * len(SETTINGS)), "layout": "constrained"}
-    picture, axes = plt.subplots(len(SETTINGS), len(panels), **size)
-    for row, (setting, (seeds, _)) in zip(axes, SETTINGS.items()):
-        for axis, (key, title) in zip(row, panels.items()):
-            for method, colour in zip(METHODS, ("tab:blue", "tab:red")):
-                paths = [folder(output, setting, method, seed) for seed in seeds]
-                curves = [
-                    [step[key] or 0 for step in read_metrics(p)[0]] for p in paths if p.exists()
-                ]
-                for curve in curves:
-                    axis.plot(range(1, len(curve) + 1), curve, color=colour, alpha=0.4, lw=0.7)
-                mean = [fmean(values) for values in zip(*curves)]
-                axis.plot(range(1, len(mean) + 1), mean, color=colour, lw=2, label=method)
-            axis.set_title(title, fontsize=10)
-            axis.set(xlabel="step", ylim=(0, None))
-        row[0].set_ylabel(setting)
-    axes[0][0].legend()
-    picture.savefig(file, dpi=110)
+def report_recipe(lines: Lines) -> str:
+    columns = {"held out, T = 1": ".1f", "held out, T = 0.7": ".1f", "entropy": ".3f"}
+    columns |= {"rare, %": ".2f", "silenced, %": ".3f", "cut off, %": ".1f"}
+    rows = {row: runs for row, runs in rows_of(lines).items() if row.startswith("recipe")}
+    return table(columns, rows, lines, "recipe")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run what is not whole, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default="runs/real-model")
-    parser.add_argument("--model", default="", help="folder or Hub id; empty: the recipe's")
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--figure", type=Path, help="draw this file")
-    args = parser.parse_args(argv)
-    output = args.output.resolve()
-    for setting, (seeds, flags) in ({} if args.table else SETTINGS).items():
-        for seed in seeds:
-            for method in METHODS:
-                flags_of_run = f"{flags} --method {METHODS[method]} --seed {seed}"
-                run(folder(output, setting, method, seed), flags_of_run, args.model)
-    print("\n\n".join(table(output, setting) for setting in SETTINGS))
-    if args.figure:
-        figure(output, args.figure)
+def report_pilots(lines: Lines) -> str:
+    return table(COLUMNS, {row: runs for row, runs in rows_of(lines).items() if "pilot" in row})
 
+
+def report_errs(lines: Lines) -> str:
+    """The arms, and the two endpoints: paired over seeds, with 95 % intervals."""
+    rows = {name: rows_of(lines).get(f"{SHARE} % turned over, {name}", {}) for name in ARMS}
+    gaps: Rows = {}
+    for name in ("JustRL", "highest entropy"):
+        for seed in sorted(rows[name].keys() & rows["STAPO"].keys()):
+            mine, stapo = rows[name][seed], rows["STAPO"][seed]
+            gaps.setdefault(f"{name} beside STAPO", {})[seed] = {
+                "ln ratio of entropies": math.log(
+                    mine["entropy, last ten"] / stapo["entropy, last ten"]
+                ),
+                "held out, T = 0.7": mine["held out, T = 0.7"] - stapo["held out, T = 0.7"],
+            }
+    endpoints = {"ln ratio of entropies": "95 +.2f", "held out, T = 0.7": "95 +.1f"}
+    return f"{table(COLUMNS, rows)}\n\n{table(endpoints, gaps)}"
+
+
+def figure(lines: Lines, file: Path) -> None:
+    """The entropy of the pilots and of the arms, by the step."""
+    names = [line["row"] for line in lines if "seed" in line]
+    pilots = {name: by_step(lines, name, "entropy") for name in names if "pilot" in name}
+    arms = {name: by_step(lines, f"{SHARE} % turned over, {name}", "entropy") for name in ARMS}
+    panels = {"entropy, nats: pilots": pilots}
+    if all(arms.values()):
+        panels |= {"entropy, nats: arms": arms}
+    runs.draw(file, panels, "step")
+
+
+SHARE = 35  # % of the rewards, decided by the pilots
+PILOT = {"JustRL, pilot": "justrl"}
+PARTS = {
+    "pilots": (list_errs(PILOT, 20, range(200, 201)), report_pilots),
+    "errs": (list_errs(ARMS, SHARE, range(10, 14)), report_errs),
+    "recipe": (list_recipe(), report_recipe),
+}
+CURVES = ("entropy", "entropy_p80", "entropy_p99", "accuracy", "low_prob_fraction", "candidates")
+CURVES += ("silenced", "clip_high", "ratio_mean", "truncated_fraction")
 
 if __name__ == "__main__":
-    main()
+    runs.main(__doc__, measure, CURVES, PARTS, figure)

@@ -1,98 +1,182 @@
-"""How much STAPO helps on the tiny model: by method, by the share of rare tokens, by base model.
+"""How much STAPO helps on the tiny model: by method, mask, rate, noise and base model.
 
-python experiments/replicate.py --only methods --jobs 2
-python experiments/replicate.py --only noise --jobs 2
-python experiments/replicate.py --only bases --jobs 2
+python experiments/replicate.py --jobs 2                  # everything: three hours
+python experiments/replicate.py --only methods --jobs 2   # one part
+python experiments/replicate.py --table --figure docs/masks.png
 """
 
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import runs
-from runs import METHODS, Rows, Run, mean_over, table
+from runs import METHODS, Lines, Rows, Run, mean_over, resolved, rows_of, table
 
 PAIR = ("STAPO", "JustRL")
-FLAGS = """@tests/tiny/args --model {base} --data {base}/train.jsonl --steps 25
-    --save_every 0 --log_samples 0 --eval_every 25 --eval_benchmarks {base}/test.jsonl"""
+MASKS = ("STAPO", "random candidates", "highest entropy")
+ALL = METHODS | {"GRPO": "grpo", "20-Entropy": "20-entropy"}
+QUANTILES = (0.25, 0.5, 0.75, 1)
+THRESHOLDS = (0.0002, 0.0006, 0.002, 0.006, 0.02)  # tau_p
 NOISE = (0, 1, 3, 8, 12)  # % of the response tokens in the base model's pre-training
-SPANS = {"5 to 10": "+.1f", "10 to 20": "+.1f", "last five": "+.1f", "held out": "+.1f"}
+MODELS = [(noise, number) for noise in (8, 3) for number in range(5)]
+SEEDS = range(2, 7)  # 0 and 1 chose the settings of tests/tiny
+SETTINGS = {"": "", "first": "--steps 28"}  # and the flags of each; first: the README's commands
+SETTINGS |= {f"q {q}": f"--q {q}" for q in QUANTILES if q != 0.75}
+SETTINGS |= {f"tau_p {tau_p}": f"--tau_p {tau_p}" for tau_p in THRESHOLDS if tau_p != 0.002}
+RATES = {"half the rate": "1.5e-4", "twice the rate": "6e-4", "four times the rate": "1.2e-3"}
+SETTINGS |= {rate: f"--lr {lr}" for rate, lr in RATES.items()}
+FLAGS = """@tests/tiny/args --model {base} --data {base}/train.jsonl
+    --steps 25 --save_every 0 --log_samples 0"""
+HELD_OUT = "--benchmarks {base}/test.jsonl --instruction= --max_new_tokens 80 --samples 4"
+SPANS = ("5 to 10", "10 to 20", "last five", "held out, T = 1", "held out, T = 0.7")
+CURVES = ("accuracy", "entropy", "silenced_fraction", "sampling_gap")
 
 
-def on_model(noise: int, number: int, names: Iterable[str], seeds: range) -> list[Run]:
-    """Runs that begin from base model `number` with this noise. tests/tiny is 0 with 8 %."""
+def row(name: str, setting: str = "", noise: int = 8, number: int = 0) -> str:
+    """The name of a row: base model `number` with this noise, a method, a setting."""
+    setting = "" if setting in ("q 0.75", "tau_p 0.002") else setting
+    return f"{noise} {number} {name} {setting}".strip()
+
+
+def some_runs(
+    names: Iterable[str],
+    seeds: Iterable[int],
+    setting: str = "",
+    noise: int = 8,
+    number: int = 0,
+) -> list[Run]:
     base = f"experiments/make_tiny.py --noise {noise / 100} --seed {number}"
-    base = "" if (noise, number) == (8, 0) else base
-    flags = {name: f"{FLAGS} --method {METHODS[name]}" for name in names}
-    rows = {name: f"{noise} {number} {name}" for name in names}
-    return [Run(rows[name], seed, flags[name], base) for seed in seeds for name in names]
+    base = "" if (noise, number) == (8, 0) else base  # tests/tiny
+    found = []
+    for seed in seeds:
+        for name in names:
+            flags = f"{FLAGS} --method {ALL[name]} {SETTINGS[setting]}"
+            found.append(Run(row(name, setting, noise, number), seed, flags, base, HELD_OUT))
+    return found
 
 
 def measure(folder: Path) -> dict[str, float]:
     """A run's accuracies and shares of tokens in percent, and its entropy in nats."""
-    lines, scores = runs.read_metrics(folder)
+    lines = runs.read_metrics(folder)
     end = len(lines)
     return {
         "5 to 10": 100 * mean_over(lines, "accuracy", 5, 10),
         "10 to 20": 100 * mean_over(lines, "accuracy", 10, 20),
         "last five": 100 * mean_over(lines, "accuracy", end - 4, end),
-        "held out": scores[end]["mean"],
+        **runs.held_out(folder),
         "entropy": mean_over(lines, "entropy", 10, 20),
         "silenced, %": 100 * mean_over(lines, "silenced_fraction", 1, end),
     }
 
 
-def minus_stapo(rows: Rows, model: str, name: str) -> dict[int, dict[str, Any]]:
-    """By the seed, a method's numbers minus those of STAPO's run with the same seed."""
-    found, stapo = {}, rows.get(f"{model} STAPO", {})
-    for seed, run in rows.get(f"{model} {name}", {}).items():
-        if seed in stapo:
-            other = stapo[seed]
-            gap = {span: run[span] - other[span] for span in SPANS}
-            odds = [each["10 to 20"] / (100 - each["10 to 20"]) for each in (run, other)]
-            gap |= {"10 to 20, each": gap["10 to 20"], "log-odds": math.log(odds[0] / odds[1])}
-            gap |= {"entropy, ratio": run["entropy"] / other["entropy"]}
-            gap |= {"silenced, %": other["silenced, %"], "STAPO": other["10 to 20"]}
-            found[seed] = gap
+def minus(rows: Rows, name: str, other: str) -> dict[int, dict[str, float]]:
+    """By the seed: the numbers of a row minus those of another row."""
+    found = {}
+    for seed in sorted(rows.get(name, {}).keys() & rows.get(other, {}).keys()):
+        mine, its = rows[name][seed], rows[other][seed]
+        odds = [each["10 to 20"] / (100 - each["10 to 20"]) for each in (mine, its)]
+        found[seed] = {span: mine[span] - its[span] for span in SPANS}
+        found[seed]["10 to 20, each"] = found[seed]["10 to 20"]
+        found[seed]["log-odds"] = math.log(odds[0] / odds[1])
+        found[seed]["entropy, ratio"] = mine["entropy"] / its["entropy"]
+        found[seed]["silenced, %"] = its["silenced, %"]
     return found
 
 
-def report_methods(rows: Rows) -> str:
+def differences(gaps: Rows, lines: Lines, name: str, more: dict[str, str]) -> str:
+    """A table of paired differences in points, and which of them are resolved."""
+    gaps = {title: runs_of_row for title, runs_of_row in gaps.items() if runs_of_row}
+    columns = dict.fromkeys(SPANS, "+.1f") | more
+    return f"{table(columns, gaps, lines, name)}\n\n{resolved(SPANS, gaps)}"
+
+
+def themselves(lines: Lines, setting: str = "") -> str:
+    """A table of STAPO's and JustRL's own numbers."""
     columns = {"silenced, %": "mean .2f", "entropy": ".3f"} | dict.fromkeys(SPANS, ".1f")
-    itself = table(columns, {"STAPO": rows.get("8 0 STAPO", {})})
-    columns = SPANS | {"entropy, ratio": "mean .2f", "10 to 20, each": "each +.1f"}
-    others = {name: minus_stapo(rows, "8 0", name) for name in METHODS if name != "STAPO"}
-    return f"{itself}\n\nminus STAPO:\n\n{table(columns, others)}"
+    return table(columns, {name: rows_of(lines).get(row(name, setting), {}) for name in PAIR})
 
 
-def report_noise(rows: Rows) -> str:
-    columns = {"silenced, %": "mean .2f", "STAPO": ".1f", "10 to 20": "+.1f", "held out": "+.1f"}
-    columns |= {"log-odds": "mean +.2f", "entropy, ratio": "mean .2f"}
-    pairs = {f"{noise} % of noise": minus_stapo(rows, f"{noise} 0", "JustRL") for noise in NOISE}
-    return table(columns, pairs)
+def report_methods(lines: Lines) -> str:
+    rows = rows_of(lines)
+    gaps = {name: minus(rows, row(name), row("STAPO")) for name in ALL if name != "STAPO"}
+    more = {"entropy, ratio": "mean .2f", "10 to 20, each": "each +.1f"}
+    return f"{themselves(lines)}\n\n{differences(gaps, lines, 'methods', more)}"
 
 
-def report_bases(rows: Rows) -> str:
+def report_masks(lines: Lines) -> str:
+    """Other masks minus the lowest entropies (STAPO) at the same q; other tau_p minus 0.002."""
+    rows, gaps = rows_of(lines), {}
+    for q in QUANTILES:
+        for name in MASKS[1:]:
+            lowest = row("STAPO", f"q {q}")
+            gaps[f"{name}, q = {q}"] = minus(rows, row(name, f"q {q}"), lowest)
+    for name in SETTINGS:
+        if name.startswith(("q", "tau_p")):
+            gaps[f"STAPO, {name}"] = minus(rows, row("STAPO", name), row("STAPO"))
+    return differences(gaps, lines, "masks", {"entropy, ratio": "mean .2f"})
+
+
+def report_rates(lines: Lines) -> str:
+    rows = rows_of(lines)
+    gaps = {rate: minus(rows, row("JustRL", rate), row("STAPO", rate)) for rate in RATES}
+    tables = [f"{rate}:\n\n{themselves(lines, rate)}" for rate in RATES]
+    more = {"entropy, ratio": "mean .2f"}
+    return "\n\n".join([*tables, differences(gaps, lines, "rates", more)])
+
+
+def report_noise(lines: Lines) -> str:
+    gaps = {}
+    for noise in NOISE:
+        justrl, stapo = row("JustRL", noise=noise), row("STAPO", noise=noise)
+        gaps[f"{noise} % of noise"] = minus(rows_of(lines), justrl, stapo)
+    more = {"silenced, %": "mean .2f", "log-odds": "mean +.2f", "entropy, ratio": "mean .2f"}
+    return differences(gaps, lines, "noise", more)
+
+
+def report_bases(lines: Lines) -> str:
     """JustRL minus STAPO: a base model's number is the mean over its seeds."""
-    columns = SPANS | {"log-odds": "+.2f", "entropy, ratio": ".2f", "10 to 20, each": "each +.1f"}
-    over = {"8 % of noise": {}, "3 % of noise": {}}
-    for noise, models in over.items():
-        for number in range(5):
-            pairs = minus_stapo(rows, f"{noise[0]} {number}", "JustRL").values()
-            if pairs:
-                models[number] = {key: fmean(pair[key] for pair in pairs) for key in columns}
-    return table(columns, over)
+    over: Rows = {}
+    for noise, number in MODELS:
+        justrl, stapo = (row(name, noise=noise, number=number) for name in reversed(PAIR))
+        gaps = list(minus(rows_of(lines), justrl, stapo).values())[:2]
+        if gaps:
+            means = {key: fmean(gap[key] for gap in gaps) for key in gaps[0]}
+            over.setdefault(f"{noise} % of noise", {})[number] = means
+    more = {"log-odds": "+.2f", "entropy, ratio": ".2f", "10 to 20, each": "each +.1f"}
+    return differences(over, lines, "bases", more)
 
 
-SEEDS = range(2, 7)  # 0 and 1 chose the settings of tests/tiny
-MODELS = [(noise, number) for noise in (8, 3) for number in range(5)]
+def figure(lines: Lines, file: Path) -> None:
+    """Accuracies by q for three masks, and in a second file by tau_p for STAPO."""
+    rows = rows_of(lines)
+    by_q, by_threshold = {}, {}
+    for key in ("10 to 20", "held out, T = 1", "held out, T = 0.7"):
+        title = f"right, %: {key}"
+        by_q[title] = {
+            name: {q: [run[key] for run in rows[row(name, f"q {q}")].values()] for q in QUANTILES}
+            for name in MASKS
+        }
+        stapo = {t: rows[row("STAPO", f"tau_p {t}")].values() for t in THRESHOLDS}
+        by_threshold[title] = {"STAPO": {t: [run[key] for run in stapo[t]] for t in THRESHOLDS}}
+    runs.draw(file, by_q, "q")
+    runs.draw(file.with_stem(f"{file.stem}-tau-p"), by_threshold, "tau_p", "log")
+
+
+METHOD_RUNS = some_runs(METHODS, SEEDS) + some_runs(["GRPO", "20-Entropy"], SEEDS[:3])
+MASK_RUNS = some_runs(MASKS, SEEDS, "q 0.5")
+for _setting in ("q 0.25", "q 1"):
+    MASK_RUNS += some_runs(MASKS, SEEDS[:3], _setting)
+for _setting in SETTINGS:
+    MASK_RUNS += some_runs(["STAPO"], SEEDS[:3], _setting) if "tau_p" in _setting else []
 PARTS = {
-    "methods": (on_model(8, 0, METHODS, SEEDS), report_methods),
-    "noise": (sum((on_model(noise, 0, PAIR, SEEDS) for noise in NOISE), []), report_noise),
-    "bases": (sum((on_model(*model, PAIR, SEEDS[:2]) for model in MODELS), []), report_bases),
+    "methods": (METHOD_RUNS, report_methods),
+    "masks": (MASK_RUNS, report_masks),
+    "rates": (sum((some_runs(PAIR, SEEDS, rate) for rate in RATES), []), report_rates),
+    "noise": (sum((some_runs(PAIR, SEEDS, "", noise) for noise in NOISE), []), report_noise),
+    "bases": (sum((some_runs(PAIR, SEEDS[:2], "", *m) for m in MODELS), []), report_bases),
+    "first": (some_runs(PAIR, range(5), "first"), lambda lines: themselves(lines, "first")),
 }
 
 if __name__ == "__main__":
-    runs.main(__doc__, measure, PARTS)
+    runs.main(__doc__, measure, CURVES, PARTS, figure)

@@ -1,12 +1,20 @@
-"""What the experiments share: a list of runs of stapo.py becomes the rows of a table.
+"""What the experiments share: runs of stapo.py become lines of a file, and these lines tables.
 
-`main` makes the runs that are not there yet, and prints the tables of those that are there. So the
-same command goes on with what is left. To make a run again, delete its folder.
+`main` makes the runs that are not there yet. It writes a line for each run into
+experiments/results/NAME.jsonl: flags, seed, processor, versions, numbers, and curves. The tables
+and pictures of docs/experiments.md are made from these lines alone:
+
+    python experiments/NAME.py            # makes the runs, then prints the tables
+    python experiments/NAME.py --table    # prints the tables
+
+A run whose folder is there is not made again. A run that was stopped is continued.
 """
 
 import argparse
 import json
+import math
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -22,7 +30,9 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
-sys.path.insert(0, str(ROOT))  # for experiments that import reward.py
+sys.path.insert(0, str(ROOT))
+from support.versions import installed  # noqa: E402
+
 METHODS = {  # the names in the tables
     "STAPO": "stapo",
     "JustRL": "justrl",
@@ -30,15 +40,17 @@ METHODS = {  # the names in the tables
     "random candidates": "random",
     "highest entropy": "high-entropy",
 }
+T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # n: half a 95 % interval / its error
 
 
 class Run(NamedTuple):
-    """A run of stapo.py."""
+    """A run of stapo.py, and an evaluation of its last checkpoint in the paper's two decodings."""
 
     row: str  # of the table: the runs of a row differ in their seed alone
     seed: int
     flags: str  # without --seed and --output; {base} stands for the folder of `base`
-    base: str = ""  # the program and flags that make what the run begins from; "": tests/tiny
+    base: str  # the program and flags that make what the run begins from; "": tests/tiny
+    evaluation: str  # flags of eval.py without --model and --output
 
     def folder(self, output: Path) -> Path:
         return named(f"{self.row}-{self.seed}", output)
@@ -48,34 +60,63 @@ def named(text: str, output: Path) -> Path:
     return output / re.sub(r"[^\w.]+", "-", text)
 
 
-def make(program: str, folder: Path) -> None:
-    """Run a program of this project, with one thread, unless the folder for its --output is there.
+# ------------------------------------------------------------------------------------ making runs
 
-    The folder gets its name when the program has ended.
+
+def make(program: str, folder: Path, evaluation: str = "") -> None:
+    """Run a program of this project, unless the folder for its --output is there.
+
+    The folder gets its name when the program and the evaluation have ended. After an evaluation the
+    checkpoints are deleted.
     """
     if folder.exists():
         return
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    command = [sys.executable, *shlex.split(program), "--output", str(partial)]
+    if list(partial.glob("checkpoints/step_*")):  # it was stopped
+        call(["stapo.py", "--resume", str(partial)])
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+        call([*shlex.split(program), "--output", str(partial)])
+    if evaluation:
+        model = str(max(partial.glob("checkpoints/step_*")))
+        results = str(partial / "held-out")
+        call(["eval.py", *shlex.split(evaluation), "--model", model, "--output", results])
+        shutil.rmtree(partial / "checkpoints")
+    partial.rename(folder)
+
+
+def call(program: list[str]) -> None:
+    """Run a program and its flags with one thread."""
+    command = [sys.executable, *program]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{shlex.join(command)} has failed:\n{done.stderr[-2000:]}")
-    partial.rename(folder)
 
 
-def make_all(runs: Sequence[Run], output: Path, jobs: int) -> None:
+def make_all(runs: Sequence[Run], output: Path, jobs: int, model: str) -> None:
     """Make what is not there yet, `jobs` at a time: first what runs begin from, then the runs."""
     bases = {run.base: named(run.base, output) if run.base else TINY for run in runs}
-    programs = {}
-    for run in runs:
-        flags = run.flags.replace("{base}", shlex.quote(str(bases[run.base])))
-        programs[run.folder(output)] = f"stapo.py {flags} --seed {run.seed}"
+
+    def make_base(base: str) -> None:
+        make(base.replace("{model}", model), bases[base])
+
+    def make_run(run: Run) -> None:
+        base = shlex.quote(str(bases[run.base]))
+        program = f"stapo.py {run.flags} --seed {run.seed}".replace("{base}", base)
+        evaluation = run.evaluation.replace("{base}", base)
+        make(program.replace("{model}", model), run.folder(output), evaluation)
+
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(make, bases, bases.values()))
-        made = pool.map(make, programs.values(), programs)
-        list(tqdm(made, total=len(runs), unit="run"))
+        try:
+            list(pool.map(make_base, bases))
+            list(tqdm(pool.map(make_run, runs), total=len(runs), unit="run"))
+        except BaseException:  # Ctrl-C has reached the runs, too: they save and end
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+# ---------------------------------------------------------------------------------- reading runs
 
 
 def read_rows(file: Path) -> list[dict]:
@@ -83,11 +124,17 @@ def read_rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.open()]
 
 
-def read_metrics(folder: Path) -> tuple[list[dict], dict[int, dict]]:
-    """A run's metrics of each step, and by the step the scores of the held-out problems."""
-    lines = read_rows(folder / "metrics.jsonl")
-    scores = {line["step"]: next(iter(line["eval"].values())) for line in lines if "eval" in line}
-    return [line for line in lines if "accuracy" in line], scores
+def read_metrics(folder: Path) -> list[dict]:
+    """A run's metrics of each step."""
+    return [line for line in read_rows(folder / "metrics.jsonl") if "accuracy" in line]
+
+
+def held_out(folder: Path) -> dict[str, float]:
+    """The accuracy of a run's last checkpoint on the held-out problems, in %, by its decoding."""
+    scores = json.loads((folder / "held-out" / "scores.json").read_text())["scores"]
+    names = {"training": "held out, T = 1", "justrl": "held out, T = 0.7"}
+    means = {decoding: next(iter(scores[decoding].values()))["mean"] for decoding in names}
+    return {name: means[decoding] for decoding, name in names.items()}
 
 
 def mean_over(lines: list[dict], key: str, first: int, last: int) -> float:
@@ -95,7 +142,36 @@ def mean_over(lines: list[dict], key: str, first: int, last: int) -> float:
     return fmean(line[key] for line in lines if first <= line["step"] <= last)
 
 
-Rows = dict[str, dict[Any, dict[str, Any]]]  # row -> seed -> numbers of the run, by their column
+def line(row: str, seed: int, numbers: dict[str, float | None]) -> dict[str, Any]:
+    """A line of the results: a run's numbers, the processor and the versions."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    return {
+        "row": row,
+        "seed": seed,
+        "processor": found[1].strip() if found else platform.processor(),
+        "versions": installed(),
+        "numbers": {name: short(value) for name, value in numbers.items()},
+    }
+
+
+def short(value: float | None) -> float | None:
+    return value if value is None else float(f"{value:.5g}")
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+Lines = list[dict[str, Any]]  # of a results file
+Rows = dict[Any, dict[Any, dict[str, Any]]]  # row -> seed -> numbers of the run, by their column
+
+
+def rows_of(lines: Lines) -> Rows:
+    """The numbers of the runs in a results file."""
+    rows: Rows = {}
+    for line in lines:
+        if "seed" in line:
+            rows.setdefault(line["row"], {})[line["seed"]] = line["numbers"]
+    return rows
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -105,55 +181,172 @@ def markdown(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def cell(values: list[float], form: str) -> str:
-    """`7.0 ± 0.3`: the mean and its standard error. `mean .1f` is the mean, `each .1f` all values.
+    """`7.0 ± 0.3`: the mean and its standard error. `form` is a format such as `.1f` or `+.1f`.
 
-    `form` is a format such as `.1f`. With `+.1f` the mean has a sign.
+    `mean .1f` is the mean, `each .1f` all values, `95 .1f` the mean and its 95 % interval.
     """
     *show, form = form.split()
     if show == ["each"]:
         return " ".join(f"{value:{form}}" for value in values)
-    text = f"{fmean(values):{form}}"
-    if show or len(values) == 1:
-        return text
-    return f"{text} ± {stdev(values) / len(values) ** 0.5:{form.removeprefix('+')}}"
+    mean = fmean(values)
+    if show == ["mean"] or len(values) == 1:
+        return f"{mean:{form}}"
+    error = stdev(values) / len(values) ** 0.5
+    if show == ["95"]:
+        half = T_95[len(values)] * error
+        return f"{mean:{form}} ({mean - half:{form}} to {mean + half:{form}})"
+    return f"{mean:{form}} ± {error:{form.removeprefix('+')}}"
 
 
-def table(columns: dict[str, str], rows: Rows) -> str:
+def table(columns: dict[str, str], rows: Rows, lines: Lines = (), name: str = "") -> str:
     """`columns` are the numbers to show of each run, and how `cell` shows them.
 
-    A number that is None in some runs is taken over the others.
+    A number that is None in some runs is taken over the others. Below these rows are those that
+    `lines` enters into the table `name`: runs from before data was kept, of which only the cells
+    are known. They are marked with a dagger.
     """
     shown = []
-    for name, runs in [(name, runs) for name, runs in rows.items() if runs]:
-        shown.append([name, len(runs)])
+    for row, runs in [(row, runs) for row, runs in rows.items() if runs]:
+        shown.append([row, len(runs)])
         for key, form in columns.items():
             values = [runs[seed][key] for seed in sorted(runs) if runs[seed][key] is not None]
             some = f" ({len(values)} of {len(runs)})" if 0 < len(values) < len(runs) else ""
             shown[-1].append(cell(values, form) + some if values else "never")
+    for line in [line for line in lines if "cells" in line and line["table"] == name]:
+        cells = [line["cells"].get(key, "not measured") for key in columns]
+        shown.append([f"{line['row']} †", line["n"], *cells])
     return markdown(["", "n", *columns], shown)
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Student's two-sided test of mean 0: the paired test, where values are paired differences."""
+    n = len(values)
+    if n < 2 or stdev(values) == 0:
+        return 1.0
+    t = fmean(values) / (stdev(values) / n**0.5)
+    # With x = sqrt(n - 1) tan(a), the density of Student's distribution is cos(a)^(n - 2).
+    grid = [math.pi / 2 * (i + 0.5) / 20_000 for i in range(20_000)]
+    inside = sum(math.cos(a) ** (n - 2) for a in grid if a < math.atan(abs(t) / (n - 1) ** 0.5))
+    return max(0.0, 1 - inside / sum(math.cos(a) ** (n - 2) for a in grid))
+
+
+def resolved(columns: Sequence[str], rows: Rows) -> str:
+    """A sentence: which differences of a table have p < 0.05 after Holm's correction over it."""
+    tests = {
+        (row, key): p_value([run[key] for run in runs.values()])
+        for row, runs in rows.items()
+        for key in columns
+    }
+    found: dict[str, list[str]] = {row: [] for row in rows}
+    for rank, (row, key) in enumerate(sorted(tests, key=tests.get)):
+        if tests[row, key] >= 0.05 / (len(tests) - rank):
+            break
+        found[row].append(key)
+    some = [f"{row} ({', '.join(k for k in columns if k in keys)})" for row, keys in found.items()]
+    some = [text for text, keys in zip(some, found.values()) if keys]
+    text = f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {'; '.join(some) or 'none'}."
+    none = [row for row, keys in found.items() if not keys]
+    return text + (f" Nothing is resolved in {', '.join(none)}." if some and none else "")
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+Curves = dict[str, dict[float, list[float]]]  # label -> x -> a value of each run
+
+
+def by_step(lines: Lines, row: str, key: str) -> dict[float, list[float]]:
+    """A curve of `draw`: a metric of a row's runs by the step."""
+    series = [line["steps"][key] for line in lines if line["row"] == row and "seed" in line]
+    return {step: list(values) for step, values in enumerate(zip(*series), 1)}
+
+
+def draw(file: Path, panels: dict[str, Curves], x_label: str, scale: str = "linear") -> None:
+    """Draw means over runs, with bands from the lowest to the highest run; panels by the title."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # files only, no display
+    import matplotlib.pyplot as plt
+
+    size = {"figsize": (3.6 * len(panels), 3.2), "layout": "constrained", "squeeze": False}
+    picture, axes = plt.subplots(1, len(panels), **size)
+    for axis, (title, curves) in zip(axes[0], panels.items()):
+        for label, curve in curves.items():
+            xs, runs = list(curve), list(curve.values())
+            (line,) = axis.plot(xs, [fmean(values) for values in runs], label=label)
+            low, high = [min(values) for values in runs], [max(values) for values in runs]
+            axis.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, lw=0)
+        axis.set(title=title, xlabel=x_label, xscale=scale)
+    axes[0][0].legend(fontsize=8)
+    picture.savefig(file, dpi=110)
+
+
+# ------------------------------------------------------------------------------------------- main
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    name = Path(sys.argv[0]).stem
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("--table", action="store_true", help="make no runs")
+    parser.add_argument("--figure", type=Path, help="draw this file from the results")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=ROOT / "experiments" / "results" / f"{name}.jsonl",
+        help="file of the lines; a run that is made again replaces its line",
+    )
+    return parser
+
+
+def finish(
+    args: argparse.Namespace,
+    made: Lines,
+    report: Callable[[Lines], str],
+    figure: Callable[[Lines, Path], None] | None = None,
+) -> None:
+    """Put the lines that were made into the file of results, and print the tables of all lines."""
+    stored = read_rows(args.results) if args.results.exists() else []
+    lines = {(line["row"], line.get("seed")): line for line in [*stored, *made]}
+    if made:
+        args.results.parent.mkdir(parents=True, exist_ok=True)
+        args.results.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
+    print(report(list(lines.values())))
+    if args.figure and figure:
+        figure(list(lines.values()), args.figure)
 
 
 def main(
     doc: str,
     measure: Callable[[Path], dict[str, Any]],
-    parts: dict[str, tuple[list[Run], Callable[[Rows], str]]],
+    curves: Sequence[str],
+    parts: dict[str, tuple[list[Run], Callable[[Lines], str]]],
+    figure: Callable[[Lines, Path], None] | None = None,
 ) -> None:
-    """Make the runs, and print the tables of those that are there.
+    """Make runs, and print their tables.
 
-    measure: from a run's folder to its numbers. parts: by the name for --only, the runs, and the
-    function that makes their tables.
+    measure: from a run's folder to its numbers. curves: metrics of which every step is kept. parts:
+    by the name for --only, the runs, and the function that makes their tables.
     """
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("runs", Path(sys.argv[0]).stem))
+    parser = make_parser(doc)
+    parser.add_argument("--output", type=Path, help="folder of the runs (default: runs/NAME)")
     parser.add_argument("--only", choices=parts, help="one of these parts")
     parser.add_argument("--limit", type=int, help="only the first so many runs of each part")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
+    parser.add_argument("--more", default="", help="flags of stapo.py, to try a smaller run")
+    model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    parser.add_argument("--model", default=model, help="of real_model.py: Hub id or folder")
     args = parser.parse_args()
-    output = args.output.resolve()
-    for runs, report in [parts[args.only]] if args.only else parts.values():
-        make_all(runs[: args.limit], output, args.jobs)
-        rows: Rows = {}
+    output = (args.output or Path("runs", Path(sys.argv[0]).stem)).resolve()
+    chosen = [parts[args.only]] if args.only else list(parts.values())
+    made = []
+    for runs, _ in [] if args.table else chosen:
+        runs = [run._replace(flags=f"{run.flags} {args.more}") for run in runs[: args.limit]]
+        make_all(runs, output, args.jobs, args.model)
         for run in runs:
-            if run.folder(output).exists():
-                rows.setdefault(run.row, {})[run.seed] = measure(run.folder(output))
-        print(report(rows))
+            folder = run.folder(output)
+            if folder.exists():
+                steps = read_metrics(folder)
+                kept = {name: [short(step.get(name)) for step in steps] for name in curves}
+                numbers = line(run.row, run.seed, measure(folder))
+                flags = {"flags": " ".join(run.flags.split()), "base": run.base}
+                made.append(numbers | flags | {"steps": kept})
+    finish(args, made, lambda lines: "\n\n".join(report(lines) for _, report in chosen), figure)

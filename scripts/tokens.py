@@ -61,21 +61,24 @@ def parse(argv: list[str] | None) -> stapo.Config:
     return replace(cfg, output=given.get("output") or output or f"runs/tokens-{name}")
 
 
-def choose(batch: stapo.Batch, cfg: stapo.Config) -> tuple[Tensor, Tensor]:
-    """Return S2T's choice in each mini-batch: silenced (B, L) bool, and tau_h (B, 1) in nats.
+def choose(batch: stapo.Batch, cfg: stapo.Config) -> tuple[Tensor, Tensor, Tensor]:
+    """Return S2T's choice: silenced and candidates, (B, L) bool, and tau_h (B, 1) in nats.
 
-    tau_h is -inf if a mini-batch has no candidates.
+    A mini-batch without candidates has -inf in tau_h.
     """
     tau_h, silenced = torch.zeros(len(batch.mask), 1), torch.zeros_like(batch.mask)
+    candidates = torch.zeros_like(batch.mask)
     for rows in torch.arange(len(tau_h)).split(cfg.mini_batch_size * cfg.group_size):
-        logp, entropy = batch.old.logp[rows], batch.old.entropy[rows]
-        A, mask = batch.advantages[rows], batch.mask[rows]
-        candidates = stapo.spurious_candidates(logp, A, mask, tau_p=cfg.tau_p)
-        over = mask if cfg.quantile_over == "all" else candidates
-        tau_h[rows] = threshold = stapo.quantile(entropy[over], cfg.q)
-        options = {"tau_p": cfg.tau_p, "tau_h": threshold}
-        silenced[rows] = stapo.spurious_mask(logp, A, entropy, mask, **options)
-    return silenced, tau_h
+        silenced[rows], candidates[rows], tau_h[rows] = stapo.spurious_mask(
+            batch.old.logp[rows],
+            batch.advantages[rows],
+            batch.old.entropy[rows],
+            batch.mask[rows],
+            tau_p=cfg.tau_p,
+            q=cfg.q,
+            quantile_tokens=batch.mask[rows] if cfg.quantile_over == "all" else None,
+        )
+    return silenced, candidates, tau_h
 
 
 @torch.no_grad()
@@ -103,7 +106,7 @@ def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> Token
     H is low below tau_h of the mini-batch, or, without candidates, below the 0.8-quantile of H over
     all these tokens.
     """
-    silenced, tau_h = choose(batch, cfg)
+    silenced, _, tau_h = choose(batch, cfg)
     right = batch.mask & (batch.advantages > 0)[:, None]  # (B, L)
     words = []
     with distributed.gathered(policy) as model:
@@ -219,8 +222,8 @@ def run(cfg: stapo.Config) -> None:
     progress.say(f"the batch of step {step}: {words}")
     progress.check_sampler(metrics | {"step": step})
     progress.say(progress.response_in_words(samples[0], step))
-    candidates = stapo.spurious_candidates(logp, batch.advantages, batch.mask, tau_p=cfg.tau_p)
-    count, all_tokens = int(choose(batch, cfg)[0].sum()), int(batch.mask.sum())
+    silenced, candidates, _ = choose(batch, cfg)
+    count, all_tokens = int(silenced.sum()), int(batch.mask.sum())
     each = int(candidates.sum()) * cfg.mini_batch_size / cfg.batch_size
     share = f"STAPO silences {count:,} of {all_tokens:,} tokens, {percent(count / all_tokens)}"
     progress.say(f"{share}; candidates in a mini-batch: {each:.1f}")

@@ -1,15 +1,12 @@
 """Train with STAPO's loss inside TRL's GRPOTrainer.
 
     python scripts/trl_stapo.py --model_name_or_path Qwen/Qwen3-1.7B-Base --output_dir runs/trl ...
-    accelerate launch --num_processes 8 scripts/trl_stapo.py ...          # the same on eight GPUs
 
 GRPOTrainer samples and rewards the responses, cuts them into micro-batches and steps the optimiser.
 STAPOTrainer changes the loss. A mini-batch is all responses of one optimiser step. Before the step,
 a pass without gradient over the mini-batch decides which tokens are silenced. All micro-batches and
-all ranks share one tau_h and one denominator.
-
-For a script of your own, paste the section "the trainer". It needs stapo.py, or the copy of the
-loss that docs/using-the-loss.md makes. That page has complete commands, and says what to watch.
+all ranks share one tau_h and one denominator. docs/using-the-loss.md has complete commands. A
+script of your own can paste the section "the trainer", beside stapo.py or a copy of the loss.
 
 Tested with TRL 1.16, on CPUs. The trainer uses private names of TRL. TRL has no public way to:
 
@@ -36,7 +33,7 @@ from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from stapo import clipped_loss, ratio_sums, spurious_candidates, spurious_mask
+from stapo import clipped_loss, ratio_sums, spurious_mask
 
 
 class STAPOTrainer(GRPOTrainer):
@@ -57,11 +54,9 @@ class STAPOTrainer(GRPOTrainer):
         if trained != {torch.float32}:  # TRL makes LoRA's bfloat16 for a model in 4 or 8 bits
             raise ValueError(f"dtype: trained weights must be float32, and some are {trained}")
         # TRL's own flag for this fails for LoRA on a model with tied embeddings (1.16).
-        lora = hasattr(self.model, "get_base_model")
-        inner = self.model.get_base_model() if lora else self.model
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         add_fused_lm_head(inner, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
-        self.s2t = {"tau_p": tau_p, "q": q}
-        self.clip = {"eps_low": self.epsilon_low, "eps_high": self.epsilon_high}
+        self.tau_p, self.q = tau_p, q
         # TRL itself stops at the model's and the tokenizer's ids. The chat template of a base model
         # can end a turn with another id. A saved model lists all of them, for other programs.
         stops = sorted({*self.eos_token_ids, *end_of_turn(self.processing_class)})
@@ -74,8 +69,7 @@ class STAPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         """Return a rollout of this rank. If a group's rewards are all equal, A is 0.
 
-        TRL divides the rounding of the group's mean by 1e-4: eight rewards of 1.2 get A = 0.001.
-        Where rewards differ, A has both signs.
+        TRL divides rounding by 1e-4: eight rewards of 1.2 get A = 0.001. Else A has both signs.
         """
         batch = super()._generate_and_score_completions(inputs)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -98,11 +92,10 @@ class STAPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def select_tokens(self, micro_batches: list[dict]) -> None:
-        """Decide which tokens of a mini-batch are kept (Algorithm 1), before its optimiser step.
+        """Decide which tokens of a mini-batch are kept, before its optimiser step; log its metrics.
 
-        A forward pass over all micro-batches gives p and H under the current policy, and from them
-        I. Each micro-batch gets its rows of I as `keep`, (B, T) bool, and the mini-batch's
-        `denominator`. Gradients are summed over micro-batches and averaged over ranks.
+        A forward pass over all micro-batches gives p and H. Each micro-batch gets its rows of I as
+        `keep`, and the mini-batch's `denominator`. Gradients are averaged over ranks.
         """
         stats = [self.statistics(self.model, batch) for batch in micro_batches]
         logp, entropy = (torch.cat(rows) for rows in zip(*stats))  # (B, T) each, of this rank
@@ -112,7 +105,10 @@ class STAPOTrainer(GRPOTrainer):
         def all_cat(values):  # every rank gets the entropies of all ranks' candidates
             return torch.cat(gather_object([values.cpu()])).to(values.device)
 
-        keep = mask & ~spurious_mask(logp, advantages, entropy, mask, **self.s2t, all_cat=all_cat)
+        silenced, candidates, _ = spurious_mask(
+            logp, advantages, entropy, mask, tau_p=self.tau_p, q=self.q, all_cat=all_cat
+        )
+        keep = mask & ~silenced  # (B, T)
         kept = self.accelerator.reduce(keep.sum(), "sum").clamp(min=1)
         keep_rows = keep.split([len(batch["advantages"]) for batch in micro_batches])
         for batch, rows in zip(micro_batches, keep_rows, strict=True):
@@ -120,38 +116,42 @@ class STAPOTrainer(GRPOTrainer):
         old_logp = logp  # TRL leaves out old_per_token_logps if pi_theta is pi_old
         if "old_per_token_logps" in micro_batches[0]:
             old_logp = torch.cat([batch["old_per_token_logps"] for batch in micro_batches])
-        self.record(logp, old_logp, advantages, entropy, mask, keep)
+        low, high = self.epsilon_low, self.epsilon_high
+        sums = ratio_sums(logp, old_logp, advantages, mask, eps_low=low, eps_high=high)
+        d = (-logp - entropy)[mask]  # as in rollout.sampling_gap
+        sums |= {"candidates": candidates.sum(), "silenced": silenced.sum()}
+        sums |= {"entropy": entropy[mask].sum(), "d": d.sum(), "d_squared": d.square().sum()}
+        total = {name: x.item() for name, x in self.accelerator.reduce(sums, "sum").items()}
+        count = max(total["tokens"], 1)
+        log = self._metrics["train" if self.model.training else "eval"]
+        log["candidates"].append(total["candidates"])
+        log["silenced"].append(total["silenced"])
+        log["entropy"].append(total["entropy"] / count)
+        log["clip_ratio/low_mean"].append(total["clip_low"] / count)
+        log["clip_ratio/high_mean"].append(total["clip_high"] / count)
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+            log["sampling_gap"].append(total["d"] / count)  # pi_theta is the policy that sampled
+            log["sampling_z"].append(total["d"] / max(total["d_squared"], 1e-9) ** 0.5)
 
     def compute_loss(self, model, inputs, *_, **options) -> torch.Tensor:
         """Return a micro-batch's part of -J, which is divided by the mini-batch's kept tokens."""
         logp, _ = self.statistics(model, inputs)
-        tokens = logp, inputs.get("old_per_token_logps", logp), inputs["advantages"], inputs["keep"]
-        return clipped_loss(*tokens, **self.clip, denominator=inputs["denominator"])
+        return clipped_loss(
+            logp,
+            inputs.get("old_per_token_logps", logp),
+            inputs["advantages"],
+            inputs["keep"],
+            eps_low=self.epsilon_low,
+            eps_high=self.epsilon_high,
+            denominator=inputs["denominator"],
+        )
 
     def statistics(self, model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ln p and H of a micro-batch's response tokens, (B, T) float32 each."""
-        pairs = [(batch[f"prompt_{x}"], batch[f"completion_{x}"]) for x in ("ids", "mask")]
-        tensors = [torch.cat(pair, dim=1) for pair in pairs]  # (B, prompt + T) each
-        args = model, *tensors, batch["completion_ids"].size(1)
-        return self._get_per_token_logps_and_entropies(*args, compute_entropy=True)[:2]
-
-    def record(self, logp, old_logp, advantages, entropy, mask, keep) -> None:
-        """Log a mini-batch's metrics, over all ranks."""
-        candidates = spurious_candidates(logp, advantages, mask, tau_p=self.s2t["tau_p"])
-        sums = ratio_sums(logp, old_logp, advantages, mask, **self.clip)
-        d = (-logp - entropy)[mask]  # as in rollout.sampling_gap
-        sums |= {"candidates": candidates.sum(), "silenced": (mask & ~keep).sum()}
-        sums |= {"entropy": entropy[mask].sum(), "d": d.sum(), "d_squared": d.square().sum()}
-        total = {name: x.item() for name, x in self.accelerator.reduce(sums, "sum").items()}
-        count = max(total["tokens"], 1)
-        values = {"candidates": total["candidates"], "silenced": total["silenced"]}
-        values |= {f"clip_ratio/{x}_mean": total[f"clip_{x}"] / count for x in ("low", "high")}
-        values["entropy"] = total["entropy"] / count
-        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
-            values["sampling_gap"] = total["d"] / count  # pi_theta is the policy that sampled
-            values["sampling_z"] = total["d"] / max(total["d_squared"], 1e-9) ** 0.5
-        for name, value in values.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)  # (B, prompt + T)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        compute = self._get_per_token_logps_and_entropies
+        return compute(model, ids, mask, batch["completion_ids"].size(1), compute_entropy=True)[:2]
 
 
 # Options of stapo.py for which TRL has another default. The command line uses them as its defaults.
@@ -217,8 +217,7 @@ from rollout import to_text
 
 # The flags that TRL does not have are those of stapo.py.
 OWN = "data instruction reward max_prompt_tokens tau_p q".split()
-own = [(field.name, field.type, field) for field in fields(stapo.Config) if field.name in OWN]
-Flags = make_dataclass("Flags", own)
+Flags = make_dataclass("Own", [(f.name, f.type, f) for f in fields(stapo.Config) if f.name in OWN])
 
 
 def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:

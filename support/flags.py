@@ -14,15 +14,27 @@ from support.distributed import on_rank_0
 from support.errors import InputError
 
 
-def flag(default: Any, text: str) -> Any:
-    """Define a field of a Config with its default and its --help text."""
+def flag(default: Any, text: str, section: str = "") -> Any:
+    """Define a field of a Config with its default and its --help text.
+
+    section: the title of the section of --help that begins with this flag, or "".
+    """
+    metadata = {"help": text} | ({"section": section} if section else {})
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Parser(HfArgumentParser):
     """A parser that reads @file like a command line, with quotes and comments."""
+
+    group = None  # the section of --help that the newest flag is in
+
+    def add_argument(self, *names: str, section: str = "", **options: Any) -> argparse.Action:
+        if section:
+            self.group = self.add_argument_group(section)
+        is_flag = self.group and names[0].startswith("--")
+        return (self.group if is_flag else super()).add_argument(*names, **options)
 
     def given(self, argv: list[str] | None = None) -> dict[str, Any]:
         """Return the flags that a command line gives, without the defaults of other flags."""

@@ -167,17 +167,16 @@ def run(case: str, folder: Path) -> None:
             if case == "stopped" and len(seen["gradients"]) == 1 and rank == world - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def choose(batch, stats, cfg):
-        choice = method.choose(batch, stats, cfg)
-        tensors = stats.logp, batch.advantages, stats.entropy, batch.mask
-        seen["chosen"].append((*tensors, choice.keep))
+    def choose(batch, policy, cfg):
+        choice = method(batch, policy, cfg)
+        logp, entropy = choice.stats
+        seen["chosen"].append((logp, batch.advantages, entropy, batch.mask, choice.keep))
         return choice
 
-    def loss(*args):
-        value, sums = method.loss(*args)
+    def poisoned_loss(*args, **options):
         of_mini_batch_1 = len(seen["chosen"]) == 1
         spoilt = case == "poisoned" and rank == world - 1 and of_mini_batch_1
-        return value * (float("nan") if spoilt else 1), sums
+        return clipped_loss(*args, **options) * (float("nan") if spoilt else 1)
 
     flags = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --reward {folder}/own.py:value --batch_size {PROMPTS} --mini_batch_size 4 --lr 1e-6
@@ -192,8 +191,8 @@ def run(case: str, folder: Path) -> None:
     distributed.barrier()
     cfg = stapo.parse_flags(stapo.Config, "", flags)
     method, adamw, sampler = stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample
-    stapo.METHODS[cfg.method] = method._replace(choose=choose, loss=loss)
-    torch.optim.AdamW, stapo.sample = Recorder, sample
+    clipped_loss, stapo.clipped_loss = stapo.clipped_loss, poisoned_loss
+    stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample = choose, Recorder, sample
     with contextlib.suppress(Stopped):
         stapo.train(cfg)
     if case == "stopped":  # after step 1, whose second update was finished
@@ -203,6 +202,7 @@ def run(case: str, folder: Path) -> None:
         distributed.barrier()
         stapo.train(stapo.parse_flags(stapo.Config, "", again))
     stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample = method, adamw, sampler
+    stapo.clipped_loss = clipped_loss
     seen["metrics"] = [json.loads(line) for line in open(output / "metrics.jsonl")]
     torch.save(seen, f"{output}.{rank}.pt")
 

@@ -77,9 +77,11 @@ def method_loss(
     rank_by = rank_by.get(method, entropy)  # STAPO's is the entropy
     has_candidates = method in ("stapo", "full-mask", "high-entropy", "random")
     candidates = silenced = (a > 0) & (logp.exp() < tau_p) & has_candidates  # (N,)
+    thresholds = {}
     if candidates.any() and method != "full-mask":
         among = rank_by if quantile_over == "all" else rank_by[candidates]
         silenced = candidates & (rank_by < among.quantile(q))
+        thresholds = {"tau_h": float(among.detach().quantile(q))} if method == "stapo" else {}
     if method == "20-entropy":  # few tokens carry a gradient, all of them are counted
         loss = -objective[entropy >= entropy.quantile(0.8)].sum() / len(a)
     elif method == "grpo":
@@ -90,7 +92,7 @@ def method_loss(
         loss = -objective[~silenced].sum() / (~silenced).sum()
     # without a KL term, responses with A = 0 have no gradient and are left out of the passes
     forwarded = torch.ones_like(silenced) if method == "grpo" and beta else a != 0
-    return loss, {
+    return loss, thresholds | {
         "candidates": int(candidates.sum()),
         "silenced": int(silenced.sum()),
         "clip_low": int(((a < 0) & (rho < low)).sum()),

@@ -171,6 +171,19 @@ def test_samples_are_what_the_model_said(finished):
         assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
+def test_help_has_the_flags_in_sections(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        stapo.main(["--help"])
+    text = capsys.readouterr().out
+    about, _, flags = text.partition("options:")
+    assert "@FILE" in about and "--resume DIR" in about
+    sections = {"data": "--model", "objective": "--method", "one step": "--steps"}
+    sections |= {"memory and files": "--rollout_batch_size", "evaluation": "--eval_every"}
+    found = re.findall(r"^([a-z ]+):\n  (--\w+)", flags, re.MULTILINE)
+    assert found == list(sections.items())
+    assert all(f"  --{name}" in flags for name in vars(stapo.Config()))
+
+
 # --------------------------------------------------------------------------- saving and stopping
 
 

@@ -7,13 +7,22 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, TINY, example, read_rows, run
+from helpers import ROOT, TINY, example, run
 from ranks import launch
 from reference import drawn, row_stats
 
 import stapo
 from reward import load_reward
-from rollout import Response, load_model
+from rollout import (
+    Policy,
+    Response,
+    encode_prompt,
+    in_order,
+    load_model,
+    pad_batch,
+    sample,
+    sampling_gap,
+)
 from stapo import clipped_loss, group_advantages, spurious_mask, stapo_loss
 from support import distributed
 
@@ -28,6 +37,7 @@ def test_the_copied_section_needs_torch_alone(tmp_path):
     logp, old_logp, advantages, entropy, mask = drawn()
     assert copied["stapo_loss"](logp, old_logp, advantages, entropy, mask)[0].isfinite()
     assert copied["group_advantages"](torch.tensor([[1.0, -1.0, -1.0]])).isfinite().all()
+    assert copied["sampling_gap"](logp, entropy, mask) == sampling_gap(logp, entropy, mask)
 
 
 def mini_batch() -> dict:
@@ -70,7 +80,7 @@ def two_passes_on_ranks(folder) -> None:
     names, rank, world = mini_batch(), distributed.rank(), distributed.world_size()
     for name in ("ids", "is_response", "mask", "old_logp", "advantages"):
         names[name] = names[name][rank::world]
-    passes = re.sub(r"keep = .*\n.*\n", example("ranks"), example("two-passes"))
+    passes = re.sub(r"silenced, .*\n.*\n.*\n", example("ranks"), example("two-passes"))
     gradient = gradient_of(passes, names) / world
     torch.distributed.all_reduce(gradient)
     torch.save(gradient, f"{folder}/gradient.pt")
@@ -86,38 +96,55 @@ def test_an_update_is_the_same_in_one_call_in_two_passes_and_on_three_ranks(tmp_
         torch.testing.assert_close(gradient, whole, rtol=1e-3, atol=1e-5)
 
 
-def test_a_mask_of_ones_own(tmp_path, monkeypatch):
-    """The page's file trains. Of the tokens with p < tau_p some are silenced, and some are not."""
-    flags = f"""@{TINY}/args --method fixed --model {TINY} --data {TINY}/train.jsonl --steps 1
-        --batch_size 32 --mini_batch_size 16 --output {tmp_path}/run"""
+@pytest.fixture
+def own_methods(monkeypatch):
+    """Those of the page's file."""
     monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))
     exec(example("own-mask"), {"__name__": "own_mask"})
+    return stapo.METHODS
+
+
+def test_a_mask_of_ones_own(tmp_path, own_methods):
+    """The page's file trains. Of the tokens with p < tau_p some are silenced, and some are not."""
+    flags = f"""@{TINY}/args --method below --model {TINY} --data {TINY}/train.jsonl --steps 1
+        --batch_size 32 --mini_batch_size 16 --output {tmp_path}/run"""
     stapo.main(flags.split())
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert 3 < line["silenced"] < line["candidates"] - 3
+    assert 3 < line["silenced"] < line["candidates"] - 3 and line["tau_h"] == 1
     assert line["skipped_updates"] == 0
 
 
-def test_an_advantage_of_ones_own(tmp_path, monkeypatch):
-    text = (ROOT / "docs/using-the-loss.md").read_text()
-    function = eval(re.search(r"`advantages=(lambda .*)`", text)[1])
-    own = stapo.METHODS["stapo"]._replace(advantages=function)
-    monkeypatch.setattr(stapo, "METHODS", {"own": own})
-    run(tmp_path / "run", "--method own --steps 1 --group_size 8 --log_samples 32")
-    rows = read_rows(tmp_path / "run" / "samples.jsonl")
-    for group in (rows[i : i + 8] for i in range(0, 32, 8)):
-        mean = sum(row["reward"] for row in group) / 8
-        assert [row["advantage"] for row in group] == [row["reward"] - mean for row in group]
-    assert max(row["advantage"] for row in rows) > 0
+def test_weights_and_a_denominator_of_ones_own(tmp_path, monkeypatch, own_methods):
+    """Dr. GRPO's: the gradient is one's of (R - mean R) rho, divided by a constant."""
+    steps, step = [], stapo.train_step
+    monkeypatch.setattr(stapo, "train_step", lambda *x: steps.append(step(*x)) or steps[-1])
+    line = run(tmp_path / "run", "--method dr-grpo --steps 1 --grad_clip inf")[0]
+    (step,), policy = steps, Policy(load_model(str(TINY)))
+    batch = next(iter(step.batch.mini_batches(2)))
+    R = batch.rewards.float().view(-1, 4)
+    centred = (R - R.mean(1, keepdim=True)).flatten()[:, None]
+    (policy(batch.ids, batch.mask).logp * centred * batch.mask).sum().div(8 * 40).backward()
+    norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm()
+    assert step.updates[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert norm > 0 and line["silenced"] == 0 and line["tau_h"] is None
 
 
-def test_sampler_example(capsys):
-    logp, _, _, entropy, mask = drawn()
-    names = {"old_logp": logp, "old_entropy": entropy, "mask": mask}
-    exec(example("sampler"), names)
-    d = -logp.double()[mask] - entropy.double()[mask]
-    assert float(names["gap"]) == pytest.approx(float(d.mean()))
-    assert capsys.readouterr().out.startswith("gap ")
+def test_sampler_example(capsys, tiny_model, tokenizer):
+    """It sees logits that are shifted by one token: `statistics` with [:, 1:] for [:, :-1]."""
+    prompts = [encode_prompt(tokenizer, f"Q: {i}+7-3=?", "") for i in range(64)]
+    responses = in_order(sample(tiny_model, tokenizer, prompts, max_new_tokens=60))
+    ids, is_response, _ = pad_batch(responses)
+    right = example("statistics")
+    wrong = right.replace("logits[:, :-1]", "logits[:, 1:]")
+    assert right != wrong
+    for code in (right, wrong):
+        names = {"model": tiny_model, "ids": ids, "is_response": is_response}
+        exec(code + example("sampler"), names)
+        here = names["mask"]
+        d = -names["old_logp"].double()[here] - names["old_entropy"].double()[here]
+        assert float(names["gap"]) == pytest.approx(float(d.mean()))
+    said = [float(z) for z in re.findall(r"z ([+-][\d.]+)", capsys.readouterr().out)]
+    assert abs(said[0]) < 4 and said[1] > 15
 
 
 def test_dapos_rule_by_hand():
@@ -161,7 +188,10 @@ def test_the_readmes_block_is_the_loss():
 
 
 def test_micro_batches_of_one_response_are_another_objective():
-    """What the page says of two right responses and a wrong one: tokens silenced, and losses."""
+    """What the page says of two right responses and a wrong one: tokens silenced, and losses.
+
+    Two errors, each alone and both: a quantile of each response, and the mean of their means.
+    """
     p = torch.tensor([[0.5, 0.001, 0.001], [0.5, 0.001, 0.001], [0.5, 0.5, 0.5]])
     entropy = torch.tensor([[1.0, 0.1, 0.2], [1.0, 1.5, 1.6], [1.0, 1.0, 1.0]])
     rho = torch.tensor([[1.0, 1.2, 0.5], [1.0, 1.1, 1.2], [1.0, 0.9, 1.1]])
@@ -174,9 +204,16 @@ def test_micro_batches_of_one_response_are_another_objective():
     assert int(sums["silenced"]) == 3
     assert [int(sums["silenced"]) for _, sums in parts] == [1, 1, 0]
     page = " ".join((ROOT / "docs" / "using-the-loss.md").read_text().split())
-    mean = sum(loss for loss, _ in parts) / 3
+    both = sum(loss for loss, _ in parts) / 3
+    kept = [int(sums["tokens"] - sums["silenced"]) for _, sums in parts]
+    quantiles = sum(loss * count for (loss, _), count in zip(parts, kept)) / sum(kept)
+    keep = mask & ~spurious_mask(tensors[0], advantages, entropy, mask)[0]
+    rows = [slice(i, i + 1) for i in range(3)]
+    means = [clipped_loss(*(x[row] for x in tensors[:3]), keep[row]) for row in rows]
     assert f"the loss of the mini-batch is {whole:+.3f}." in page
-    assert f"three micro-batches of one response is {mean:+.3f}." in page
+    assert f"With a quantile of each response alone it is {quantiles:+.3f}." in page
+    assert f"With the mean of each response's own mean it is {sum(means) / 3:+.3f}." in page
+    assert f"With both errors at once it is {both:+.3f}." in page
 
 
 def test_micro_batches_are_checked_against_the_whole():
@@ -184,7 +221,8 @@ def test_micro_batches_are_checked_against_the_whole():
     logp, _, advantages, entropy, mask = whole = drawn(seed=1)
     rows = torch.arange(len(mask)).split(2)
     micro_batches = [[tensor[part] for tensor in whole] for part in rows]
-    keep = mask & ~spurious_mask(logp, advantages, entropy, mask, tau_p=0.1)
+    silenced, _, _ = spurious_mask(logp, advantages, entropy, mask, tau_p=0.1)
+    keep = mask & ~silenced
     right = [
         clipped_loss(*tensors[:3], keep[part], denominator=keep.sum())
         for tensors, part in zip(micro_batches, rows)

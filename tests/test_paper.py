@@ -186,7 +186,8 @@ def test_3_3_three_quarters_of_the_candidates_are_silenced(candidates, silenced)
     logp[1] = math.log(0.001)  # a wrong response has no candidates
     entropy = torch.rand(2, 10)
     mask = torch.ones(2, 10, dtype=torch.bool)
-    found = spurious_mask(logp, torch.tensor([1.0, -1.0]), entropy, mask)
+    found, among, tau_h = spurious_mask(logp, torch.tensor([1.0, -1.0]), entropy, mask)
+    assert among.sum() == candidates and (tau_h == -math.inf) == (candidates == 0)
     assert found.sum() == silenced and found.dtype == torch.bool and not found[1].any()
     if silenced:  # the lowest entropies go
         assert entropy[found].max() < entropy[0, :candidates][~found[0, :candidates]].min()
@@ -196,12 +197,18 @@ def test_3_3_the_three_comparisons_are_strict():
     logp = torch.tensor([[0.001, 0.0015, 0.01]]).log()
     entropy, mask = torch.tensor([[0.2, 0.3, 0.1]]), torch.ones(1, 3, dtype=torch.bool)
     a = torch.ones(1)
-    assert spurious_mask(logp, a, entropy, mask, tau_h=0.3).tolist() == [[True, False, False]]
-    assert spurious_mask(logp, a, entropy, mask, tau_h=math.inf).tolist() == [[True, True, False]]
-    assert not spurious_mask(logp, 0 * a, entropy, mask, tau_h=math.inf).any()
-    assert not spurious_mask(logp, a, entropy, mask, tau_p=0.001, tau_h=math.inf)[0, 1:].any()
-    assert spurious_mask(logp, a, entropy, mask, q=1.0).sum() == 1  # the highest is kept
-    assert not spurious_mask(0 * logp, a, entropy, mask, tau_p=1.0, tau_h=math.inf).any()
+
+    def silenced(logp=logp, a=a, **options):
+        found, candidates, tau_h = spurious_mask(logp, a, entropy, mask, **options)
+        assert tau_h == options.get("tau_h", tau_h) and (found <= candidates).all()
+        return found.tolist()[0]
+
+    assert silenced(tau_h=0.3) == [True, False, False]
+    assert silenced(tau_h=math.inf) == [True, True, False]
+    assert silenced(a=0 * a, tau_h=math.inf) == [False] * 3
+    assert silenced(tau_p=0.001, tau_h=math.inf)[1:] == [False] * 2
+    assert silenced(q=1.0) == [True, False, False]  # the highest is kept
+    assert silenced(logp=0 * logp, tau_p=1.0, tau_h=math.inf) == [False] * 3
 
 
 @pytest.mark.parametrize("over_all", [False, True], ids=["candidates", "version 1"])
@@ -216,7 +223,7 @@ def test_3_3_the_quantile_is_over_the_whole_mini_batch(over_all):
     def silenced(rows, all_cat):
         own = [x[rows] for x in (logp, advantages, entropy, mask)]
         over = mask[rows] if over_all else None
-        return spurious_mask(*own, **options, quantile_tokens=over, all_cat=all_cat)
+        return spurious_mask(*own, **options, quantile_tokens=over, all_cat=all_cat)[0]
 
     alone = lambda values: values  # noqa: E731
     assert torch.equal(silenced(slice(0, 6), alone), expected) and expected.any()
@@ -264,8 +271,9 @@ def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, 
         assert line["truncated_fraction"] == sum(cut) / len(cut)
         seconds = line["rollout_seconds"] + line["update_seconds"]
         assert line["tokens_per_second"] * seconds == pytest.approx(line["tokens"])
+        assert (line["tau_h"] is None) == (cfg.method != "stapo")
     if cfg.method == "stapo":
-        assert sum(line["silenced"] for line in lines) > 10
+        assert sum(line["silenced"] for line in lines) > 10 and "tau_h" in expected[0]
     assert sum(line["truncated_fraction"] for line in lines) > 0
     saved = tmp_path / "checkpoints" / "step_000003"
     start, end = (AutoModelForCausalLM.from_pretrained(x).state_dict() for x in (TINY, saved))
@@ -296,7 +304,8 @@ def replay(collected, cfg):
         line |= {key: total[key] / total["tokens"] for key in ("clip_low", "clip_high")}
         line |= {"ratio_mean": total["ratio_sum"] / total["tokens"]}
         line |= {"approx_kl": total["kl_sum"] / total["tokens"]}
-        lines.append(line | {key: total[key] / len(updates) for key in ("loss", "grad_norm")})
+        means = total.keys() & {"tau_h", "loss", "grad_norm"}
+        lines.append(line | {key: total[key] / len(updates) for key in means})
     return model, lines
 
 

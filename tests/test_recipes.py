@@ -1,10 +1,7 @@
-"""The recipe for a CPU: its reward, its questions and its experiment. No model is loaded."""
-
-from pathlib import Path
+"""The recipe for a CPU: its reward and its questions. No model is loaded."""
 
 import pytest
-import real_model
-from helpers import ROOT, read_rows, write_rows
+from helpers import ROOT, read_rows
 
 import stapo
 from reward import load_reward
@@ -81,27 +78,3 @@ def test_the_recipe_names_these_files(monkeypatch):
     assert [read_rows(ROOT / name) for name in cfg.eval_benchmarks] == [TEST]
     assert cfg.eval_every == cfg.steps  # before step 1 and at the end
     assert cfg.steps * cfg.batch_size <= len(TRAIN)
-
-
-def write_run(folder: Path, entropy: float, after: float) -> None:
-    """A whole run of two steps, with what the tables read."""
-    folder.mkdir(parents=True)
-    step = {"low_prob_fraction": 0.02, "silenced_fraction": 0.01, "response_length": 9.0}
-    step |= {"truncated_fraction": 0.0, "accuracy": 0.5}
-    scores = [{"step": at, "eval": {"x": {"mean": mean}}} for at, mean in ((0, 20.0), (2, after))]
-    steps = [step | {"step": at, "entropy": h} for at, h in ((1, 9.0), (2, entropy))]
-    write_rows(folder / "metrics.jsonl", scores[0], *steps, scores[1])
-
-
-def test_the_experiments_table_pairs_runs_by_seed_and_runs_nothing_twice(tmp_path, capsys):
-    for setting, (seeds, _) in real_model.SETTINGS.items():
-        for seed in seeds:
-            write_run(real_model.folder(tmp_path, setting, "STAPO", seed), 1.0 + seed, 70.0)
-            write_run(real_model.folder(tmp_path, setting, "JustRL", seed), 1.5 + 2 * seed, 65.0)
-    real_model.main(["--output", str(tmp_path), "--model", "no-such-model"])
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    rows = [row[1:] for row in rows if row[0] in ("| entropy, nats", "| held out after, %")]
-    # Seeds 0 to 4 then 0 and 1: gaps of 0.5, 1.5, ... and the standard error of their mean.
-    assert rows[0] == ["70.0 ± 0.0", "65.0 ± 0.0", "-5.0 ± 0.0", "0 of 5 |"]
-    assert rows[1] == ["3.000 ± 0.707", "5.500 ± 1.414", "2.500 ± 0.707", "5 of 5 |"]
-    assert rows[3] == ["1.500 ± 0.500", "2.500 ± 1.000", "1.000 ± 0.500", "2 of 2 |"]

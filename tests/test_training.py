@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ import rollout
 import stapo
 from rollout import Response, TokenStats
 from stapo import METHODS, Config
+from support.run_folder import checkpoints
 from support.seeds import generator, mix_seed
 
 # ---------------------------------------------------------------------- the update of a mini-batch
@@ -59,18 +61,25 @@ class Still(torch.optim.SGD):
         self.gradient = torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]])
 
 
+def chosen(choose, batch, current, **flags):
+    """What a method chooses where p and H under the current policy are `current`.
+
+    None is the policy before a step's first update: then the method takes those under pi_old.
+    """
+    return choose(replace(batch, old=current), None, Config(**flags))
+
+
 def updated(model, batch, current, own=None, optimizer=None, **flags):
-    """Choose and update as train_step does, by --method or a Method of one's own.
+    """Choose and update as train_step does, by --method or a method of one's own.
 
     The optimiser, what is kept, and the sums of the update.
     """
     cfg = Config(**{"grad_clip": math.inf} | flags)
     method, optimizer = own or METHODS[cfg.method], optimizer or Still(model.parameters())
-    choice = method.choose(batch, current, cfg)
-    policy = rollout.Policy(model)
-    sums = stapo.update(policy, optimizer, batch, current, choice.keep, method, cfg)
-    candidates = batch.mask & choice.candidates
-    sums |= {"candidates": candidates.sum(), "silenced": (candidates & (choice.keep == 0)).sum()}
+    choice = chosen(method, batch, current, **flags)
+    sums = stapo.update(rollout.Policy(model), optimizer, batch, choice, cfg)
+    counts = stapo.update_metrics([batch], [choice], [sums])
+    sums |= {name: counts[name] for name in ("candidates", "silenced", "tau_h")}
     return optimizer, choice.keep, sums
 
 
@@ -134,7 +143,7 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget, sh
     if options["method"] in ("stapo", "high-entropy", "random"):
         assert sums["silenced"] > 3
     if options["method"] in ("high-entropy", "random"):  # as many as STAPO, and others
-        as_stapo = METHODS["stapo"].choose(batch, current, Config())
+        as_stapo = chosen(METHODS["stapo"], batch, current)
         assert keep.sum() == as_stapo.keep.sum() and not torch.equal(keep, as_stapo.keep)
 
 
@@ -142,12 +151,14 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget, sh
 def test_a_mask_of_ones_own_may_be_true_outside_responses(model, method):
     """With each denominator: the padding changes nothing."""
 
-    def choose(batch, stats, cfg):
-        choice = METHODS[method].choose(batch, stats, cfg)
-        return stapo.Choice(choice.keep | ~batch.mask, choice.candidates | ~batch.mask)
+    def choose(batch, policy, cfg):
+        choice = METHODS[method](batch, policy, cfg)
+        if choice.candidates is not None:
+            choice = choice._replace(candidates=choice.candidates | ~batch.mask)
+        return choice._replace(keep=choice.keep | ~batch.mask)
 
     mini_batch = make_mini_batch(model)
-    with_padding = updated(model, *mini_batch, METHODS[method]._replace(choose=choose))
+    with_padding = updated(model, *mini_batch, choose, method=method)
     plain = updated(model, *mini_batch, method=method)
     assert torch.equal(with_padding[0].gradient, plain[0].gradient)
     assert with_padding[2] == plain[2] and plain[2]["loss"] != 0
@@ -159,12 +170,12 @@ def test_a_mask_and_a_weight_of_ones_own_are_one_function(model):
     The weights add up to less than 1, and are still divided by their sum.
     """
 
-    def choose(batch, stats, cfg):
-        return stapo.Choice((stats.entropy > 2.0) * stats.entropy / 1e4, batch.mask)
+    def choose(batch, policy, cfg):
+        stats = stapo.logp_and_entropy(policy, batch, cfg)
+        return stapo.Choice((stats.entropy > 2.0) * stats.entropy / 1e4, stats, batch.mask)
 
     batch, current = make_mini_batch(model)
-    own = METHODS["stapo"]._replace(choose=choose, reads="all")
-    optimizer, weight, sums = updated(model, batch, current, own, tokens_per_micro_batch=60)
+    optimizer, weight, sums = updated(model, batch, current, choose, tokens_per_micro_batch=60)
     weight, loss = weight * batch.mask, 0.0
     for row, response in enumerate(responses_of(batch)):
         A, here = float(batch.advantages[row]), batch.mask[row]
@@ -180,19 +191,18 @@ def test_a_mask_and_a_weight_of_ones_own_are_one_function(model):
 def test_nothing_to_learn_still_steps_the_optimiser(model):
     """A zero gradient is not a missing one: AdamW decays the weights. None stays in memory.
 
-    No response has an advantage, or a mask keeps nothing.
+    No response has an advantage, or a mask keeps nothing. A frozen weight has no gradient at all.
     """
-    nothing = lambda batch, *_: stapo.Choice(*[torch.zeros_like(batch.mask)] * 2)  # noqa: E731
-    for groups, method in (
-        (("---", "+++"), METHODS["stapo"]),
-        (("+--",), METHODS["stapo"]._replace(choose=nothing)),
-    ):
+    model.model.norm.weight.requires_grad_(False)
+    nothing = lambda batch, *_: stapo.Choice(batch.mask & False, batch.old)  # noqa: E731
+    for groups, method in ((("---", "+++"), METHODS["stapo"]), (("+--",), nothing)):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         _, _, sums = updated(model, *make_mini_batch(model, groups=groups), method, optimizer)
         assert sums["finite"] and sums["loss"] == sums["grad_norm"] == 0
         for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, before[name] * (1 - 0.001))
+            decay = 0 if name == "model.norm.weight" else 0.001
+            torch.testing.assert_close(value, before[name] * (1 - decay), rtol=1e-6, atol=0)
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -215,17 +225,31 @@ def test_not_finite_is_skipped(model, spoilt, value, method):
     assert math.isfinite(sums["grad_norm"]) == (spoilt != "old")
 
 
-def test_p_and_h_are_the_current_policys_where_the_method_reads_them(model):
-    """Only these responses are forwarded; elsewhere p and H under pi_old stay."""
+def test_p_and_h_are_the_current_policys_where_the_method_asks_for_them(model):
+    """Only these responses are forwarded; elsewhere p and H under pi_old stay.
+
+    Before a step's first update nothing is forwarded.
+    """
     policy, rows = rollout.Policy(model), []
     policy.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     batch, current = make_mini_batch(model)
     batch = replace(batch, old=TokenStats(*(values + 1 for values in batch.old)))
-    right = batch.advantages > 0
-    for reads, fresh in (("none", right & False), ("A > 0", right), ("all", right | True)):
+    right, version_1 = batch.advantages > 0, {"quantile_over": "all"}
+    for method, flags, fresh in (
+        ("stapo", {}, right),
+        ("stapo", version_1, right | True),
+        ("high-entropy", version_1, right),
+        ("random", version_1, right),
+        ("full-mask", version_1, right),
+        ("20-entropy", {}, right | True),
+        ("justrl", {}, right & False),
+        ("grpo", {}, right & False),
+    ):
+        cfg = Config(**flags, tokens_per_micro_batch=60)
         rows.clear()
-        found = stapo.logp_and_entropy(policy, batch, reads, budget=60)
-        assert sum(rows) == fresh.sum()
+        assert METHODS[method](batch, None, cfg).stats is batch.old and not rows
+        found = METHODS[method](batch, policy, cfg).stats
+        assert sum(rows) == fresh.sum(), method
         for got, new, old in zip(found, current, batch.old):
             expected = torch.where(fresh[:, None], new, old)
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -240,11 +264,12 @@ def test_the_token_at_the_threshold_is_kept(model):
     batch, current = make_mini_batch(model, seed=20, drift=0)  # ratio 1: the clip hides nothing
     asked, policy, cfg = [], rollout.Policy(model), Config()
     policy.register_forward_pre_hook(lambda *call: asked.append(call[2]), with_kwargs=True)
-    keep, candidates = METHODS["stapo"].choose(batch, current, cfg)
-    assert (candidates.sum(), (~keep & batch.mask).sum()) == (33, 24)
-    at = candidates & (current.entropy == current.entropy[candidates].sort().values[24])
-    assert at.sum() == 1 and keep[at].all()
-    stapo.update(policy, Still(model.parameters()), batch, current, keep, METHODS["stapo"], cfg)
+    choice = chosen(METHODS["stapo"], batch, current)
+    assert (choice.candidates.sum(), (~choice.keep & batch.mask).sum()) == (33, 24)
+    at = choice.candidates & (current.entropy == choice.tau_h)
+    assert choice.tau_h == current.entropy[choice.candidates].sort().values[24]
+    assert at.sum() == 1 and choice.keep[at].all()
+    stapo.update(policy, Still(model.parameters()), batch, choice, cfg)
     assert asked and all(options["logp_only"] for options in asked)
 
 
@@ -252,8 +277,23 @@ def test_twenty_entropy_keeps_the_token_at_the_quantile():
     """Six tokens: the 0.8-quantile is the fifth entropy itself, which is kept (>=)."""
     stats = TokenStats(torch.zeros(6), torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2]))
     batch = to_batch([Response([3], [4] * 6, False, "")], [1.0], [stats])
-    choice = METHODS["20-entropy"].choose(batch, batch.old, Config())
+    choice = METHODS["20-entropy"](batch, None, Config())
     assert choice.keep[batch.mask].tolist() == [False, False, True, False, True, False]
+
+
+def test_tau_h_is_the_mean_over_the_mini_batches_that_have_candidates():
+    """It is null if none has, and where what is compared is no entropy."""
+    logp, nothing = torch.tensor([0.001]).log(), dict.fromkeys(("finite", "loss", "grad_norm"), 0)
+    batches = [
+        to_batch([Response([3], [4], False, "")], [A], [TokenStats(logp, torch.tensor([h]))])
+        for A, h in ((1.0, 0.5), (-1.0, 9.0), (1.0, 0.7))
+    ]
+    for method in METHODS:
+        choices = [METHODS[method](batch, None, Config()) for batch in batches]
+        line = stapo.update_metrics(batches, choices, [nothing] * 3)
+        assert line["tau_h"] == (pytest.approx(0.6) if method == "stapo" else None)
+        line = stapo.update_metrics(batches[1:2], choices[1:2], [nothing])
+        assert line["tau_h"] is None
 
 
 def test_right_is_a_reward_above_zero():
@@ -293,13 +333,36 @@ def test_epochs_visit_every_problem_once():
 
 
 def test_three_updates_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
-    """The second is finite, so the third to the fifth are the first three in a row."""
+    """The second is finite, so the third to the fifth are the first three in a row.
+
+    The whole steps are saved, and can be continued.
+    """
     norms = iter(torch.tensor([math.nan, 1.0, math.inf, math.nan, math.nan]))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
-    with pytest.raises(SystemExit, match="step 5: three updates"):
-        run(tmp_path / "run", "--steps 6 --mini_batch_size 4")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
+        with pytest.raises(SystemExit, match="step 5: three updates"):
+            run(tmp_path / "run", "--steps 6 --mini_batch_size 4")
     written = [row["grad_norm"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
-    assert written == [None, 1.0, None, None]  # JSON has neither
+    assert written == [None, 1.0, None, None, None]  # JSON has neither
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000005"]
+    stapo.main(f"--resume {tmp_path}/run".split())
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")][5:] == [6]
+
+
+def test_rewards_far_from_zero_keep_their_differences(tmp_path):
+    """In float32 1e8 and 1e8 + 1 are one number."""
+    source = "def far(response, row):\n    return 1e8 + len(response) % 3\n"
+    (tmp_path / "own.py").write_text(source)
+    run(tmp_path / "run", f"--steps 1 --reward {tmp_path}/own.py:far --log_samples 16")
+    rows, differ = read_rows(tmp_path / "run" / "samples.jsonl"), 0
+    for group in (rows[i : i + 4] for i in range(0, 16, 4)):
+        rewards = [1e8 + len(row["response"]) % 3 for row in group]
+        mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+        differ += std > 0
+        expected = [(reward - mean) / (std or 1) for reward in rewards]
+        assert [row["reward"] for row in group] == rewards
+        assert [row["advantage"] for row in group] == pytest.approx(expected, rel=1e-5)
+    assert differ > 1
 
 
 def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):
@@ -373,6 +436,9 @@ def words(response, row):
 
 def missing(response, row):
     return row["none"]
+
+def huge(response, row):
+    return -1e39
 """
 
 
@@ -397,6 +463,7 @@ def missing(response, row):
         ("--data {folder}/hollow.parquet", "hollow.parquet"),
         ("--reward {folder}/own.py:words", "own.py:words: returned 'good'"),
         ("--reward {folder}/own.py:missing", "KeyError('none') at {folder}/own.py, line 6"),
+        ("--reward {folder}/own.py:huge", "own.py:huge: returned -1e+39"),  # float32's -inf
         ("--reward {folder}/own.py:gone", "has no function gone"),
     ],
 )

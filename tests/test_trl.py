@@ -266,7 +266,7 @@ def test_a_command_of_the_page_has_the_prompts_and_stops_of_stapo(tmp_path, comm
         --output_dir {tmp_path} --max_prompt_tokens {len(ids)} --tau_p 0.01 --q 0.5 --use_cpu"""
     trainer = trl_stapo.make_trainer([*command, *own.split()])
     assert all(getattr(trainer.args, name) == x for name, x in trl_stapo.DEFAULTS.items())
-    assert trainer.args.bf16 and trainer.s2t == {"tau_p": 0.01, "q": 0.5}
+    assert trainer.args.bf16 and (trainer.tau_p, trainer.q) == (0.01, 0.5)
     prompts = [trainer.train_dataset[0]["prompt"]]
     assert trainer._tokenize_prompts(prompts)[0] == [ids]
     stops = [0, tokenizer.convert_tokens_to_ids("<|im_end|>")]
@@ -292,7 +292,7 @@ def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
     names = {"model": str(TINY), "dataset": problems(64), "reward": reward}
     exec(example("trl"), names)
     args = names["trainer"].args
-    assert names["trainer"].s2t["tau_p"] == 0.002 and args.bf16 and args.steps_per_generation == 64
+    assert names["trainer"].tau_p == 0.002 and args.bf16 and args.steps_per_generation == 64
     assert all(getattr(args, name) == x for name, x in trl_stapo.DEFAULTS.items())
     exec(example("check"), checked := {})
     checked = checked["Checked"]

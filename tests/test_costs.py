@@ -1,30 +1,14 @@
-"""What bench.py measures, and what costs.py estimates and the pages say."""
+"""What costs.py estimates, and what the pages say of it."""
 
 import re
 import subprocess
 import sys
 
-import bench
 import costs
 import pytest
 import torch
 from helpers import ROOT
 from transformers import Qwen3Config, Qwen3ForCausalLM
-
-
-def test_both_samplers_draw_responses_of_the_same_lengths():
-    """A response ends with probability 12 / 1,024 at each token: 73 tokens on average below 200."""
-    model = bench.random_model(32, 2)
-    prompts = torch.randint(13, 1024, (600, 4))
-    expected = sum((1 - 12 / 1024) ** tokens for tokens in range(200))
-    for sample in (bench.our_sample, bench.plain_sample):
-        assert sample(model, prompts, 200, 300) / 600 == pytest.approx(expected, rel=0.1)
-
-
-def test_the_benchmark_prints_a_factor():
-    program = [sys.executable, "experiments/bench.py", "--quick"]
-    *_, row = subprocess.check_output(program, cwd=ROOT, text=True).splitlines()
-    assert float(re.search(r"\| ([\d.]+) times faster \|$", row)[1]) > 0
 
 
 @pytest.mark.parametrize("name", costs.QWEN3)
