@@ -69,6 +69,7 @@ from support.problems import load_problems
 from support.run_folder import RunFolder, load_optimizer
 from support.seeds import generator, mix_seed
 from support.stop import Stopped, stop
+from support.versions import installed
 
 # =========================================================================== the loss, Sec. 2 and 3
 #
@@ -994,7 +995,7 @@ def train(cfg: Config) -> None:
         task = load_task(cfg, run.checkpoint)
         distributed.check_memory(str(run.checkpoint or cfg.model))
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
-    run.begin({"data_fingerprint": task.data_fingerprint, "versions": progress.installed()})
+    run.begin({"data_fingerprint": task.data_fingerprint, "versions": installed()})
     skipped_in_a_row, ended_by = 0, None
     stop.listen()
     try:

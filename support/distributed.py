@@ -91,8 +91,8 @@ def start() -> None:
 @contextlib.contextmanager
 def session(program: str) -> Iterator[None]:
     """Run a program within the process group. An InputError ends the program with one line."""
-    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
-        sys.stdout.reconfigure(errors="replace")  # characters that the terminal does not have
+    with contextlib.suppress(OSError, AttributeError):  # a closed pipe; the stdout of a notebook
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal does not have
     try:
         start()
         yield

@@ -80,7 +80,7 @@ def check_positions(name: str, model: Model) -> None:
     for module in model.modules():
         kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
         if "dynamic" in kind or "longrope" in kind:
-            what = f"its rope_type is {kind}: positions depend on the longest row of a batch"
+            what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
             raise InputError(f"{name}: {what}, which is not supported")
 
 

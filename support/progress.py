@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from typing import TextIO
 
 import torch
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from support import distributed
 from support.distributed import rank
+from support.versions import installed
 
 
 class LogFile:
@@ -48,11 +48,6 @@ def track(items: Iterable, name: str, total: int | None = None) -> Iterator:
         for item in items:
             yield item
             shown.update()
-
-
-def installed() -> dict[str, str]:
-    """Return {package: version} of the run-time packages."""
-    return {name: version(name) for name in ("torch", "transformers", "datasets", "tqdm")}
 
 
 def report_environment() -> None:

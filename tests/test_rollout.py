@@ -147,15 +147,6 @@ def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
         rollout.load_policy(str(tmp_path))
 
 
-@pytest.mark.parametrize("pad, prompts, largest", [(1, [[5], [9, 104]], 104), (300, [[5]], 300)])
-def test_ids_that_the_model_does_not_have_are_refused(random_model, pad, prompts, largest):
-    """An id of a prompt, or of the padding."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    with pytest.raises(InputError, match=rf"--model: .*\b{largest}\b.*\b104\b"):
-        next(sample(random_model(), tokenizer, prompts, max_new_tokens=2))
-
-
 # -------------------------------------------------------------------------------------- sampling
 
 
