@@ -177,11 +177,10 @@ def respond(
 ) -> Iterator[tuple[Key, Response]]:
     """Sample a response to each of this rank's prompts, and yield (key, response) when it ends.
 
-    options: those of rollout.sample. A response depends only on its key and the flags, so it does
-    not change with the number of ranks or after an interruption. Responses of models that `sample`
-    leaves to plain `generate` do change. Every rank must run this to its end. Raises Stopped on
-    every rank if a stop was asked for. Raises InputError, which mentions length_flag, on every rank
-    if a response can outgrow the model.
+    options: those of rollout.sample. A response depends only on its key and the flags, not on the
+    number of ranks or an interruption, unless `sample` leaves its model to plain `generate`. Every
+    rank must run this to its end. On every rank it raises Stopped if a stop was asked for, and
+    InputError, which mentions length_flag, if a response can outgrow the model.
     """
     longest = distributed.all_max(max(map(len, prompts.values()), default=0))
     check_length(model.config, longest, options["max_new_tokens"], length_flag)
@@ -252,9 +251,8 @@ def evaluate(
 ) -> dict[str, dict]:
     """Evaluate a model in memory under the training decoding: {benchmark: scores}.
 
-    stapo.py calls it during training. path: the journal's file. Responses that it holds are not
-    sampled again. Every rank calls this and gets the scores. Raises RewardError and Stopped, each
-    on every rank.
+    stapo.py calls it during training. path: the journal's file. Every rank calls this and gets the
+    scores. Raises RewardError and Stopped, each on every rank.
     """
     decodings = {"training": DECODINGS["training"]}
     problems = problems_by_key(suite, decodings, tokenizer, cfg)
@@ -476,11 +474,10 @@ def load(name: str, chat_template: str = "") -> tuple[Model, Tokenizer]:
 
 def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
     """Return the instruction, the reward and the length of the run that a checkpoint is from."""
-    file = Path(given["model"]).resolve().parent.parent / "config.json"
+    file = Path(given["model"], "..", "..", "config.json")
     stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    own = [name for name in ("instruction", "reward", "max_new_tokens") if name not in given]
-    taken = {name: stored[name] for name in own if name in stored and "resume" in stored}
-    if taken:
+    names = {"instruction", "reward", "max_new_tokens"} & stored.keys() - given.keys()
+    if taken := {name: stored[name] for name in sorted(names)}:
         words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
         progress.log(f"eval.py: {words} as in the run of {given['model']}; flags replace these")
     return taken
@@ -533,7 +530,7 @@ def run(cfg: EvalConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with distributed.session("eval.py"), stop.restored():
+    with distributed.session("eval.py"):
         cfg = parse_flags(EvalConfig, __doc__.split("\n")[0], argv, defaults=defaults_of_run)
         progress.quiet_libraries()
         progress.report_environment()

@@ -1030,7 +1030,7 @@ def train(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the flags and train. argv replaces the command line."""
-    with distributed.session("stapo.py"), stop.restored():
+    with distributed.session("stapo.py"):
         progress.quiet_libraries()
         about = __doc__.split("\n")[0]
         about += " @FILE reads flags from a file. --resume DIR alone continues a run."

@@ -69,8 +69,7 @@ class SlotCache(Cache):
     def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
         """Let the next forward write to slots (B, 1) long at positions (B, T) long.
 
-        The forward attends to the first `visible` positions of slots 0 to B - 1. If visible is 0,
-        it attends to its own tokens.
+        It attends to the first `visible` positions of slots 0 to B - 1, or if 0, to its own tokens.
         """
         self.write_index, self.visible = (slots, slice(None), positions), visible
 
@@ -231,8 +230,7 @@ def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Ten
 
     uniforms (R, 1) float64 are random numbers in [0, 1), which are looked up in the cumulative
     distribution. If uniforms is None, the token is the likeliest one. The distribution is float64:
-    a rare token's probability is not rounded away. torch.multinomial would draw a number for each
-    of the V ids.
+    a rare token's probability is not rounded away.
     """
     if uniforms is None:
         largest, token = logits.max(-1, keepdim=True)  # NaN is the largest of all

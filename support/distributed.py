@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from support.models import empty_model, load_config
 # an hour NCCL's watchdog ends the job. The collectives of this file run on a gloo group whose limit
 # is never reached, because a rank waits in them for another's rollout, download or checkpoint.
 LIMIT, PATIENCE = timedelta(minutes=30), timedelta(days=30)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # support/stop.py answers them
 
 patient: dist.ProcessGroup | None = None  # the gloo group of this file's collectives
 
@@ -90,7 +93,11 @@ def start() -> None:
 
 @contextlib.contextmanager
 def session(program: str) -> Iterator[None]:
-    """Run a program within the process group. An InputError ends the program with one line."""
+    """Run a program within the process group. An InputError ends the program with one line.
+
+    At the end the signals mean what they meant before: a notebook goes on.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with contextlib.suppress(OSError, AttributeError):  # a closed pipe; the stdout of a notebook
         sys.stdout.reconfigure(errors="replace")  # for characters that the terminal does not have
     try:
@@ -104,14 +111,15 @@ def session(program: str) -> Iterator[None]:
         raise
     finally:
         finish()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         drop_unread_output()
 
 
 def end_process(program: str, error: BaseException) -> NoReturn:
     """Print what has failed on this rank and end its process; torchrun then ends the other ranks.
 
-    The process group is not destroyed. Destroying an NCCL group waits for the other ranks, which
-    wait for this rank: the job would hang.
+    Destroying the process group would hang: NCCL waits for ranks that wait for this rank.
     """
     code = error.code if isinstance(error, SystemExit) else 1
     if isinstance(error, InputError) or isinstance(code, str):  # sys.exit("a text"), of a reward
@@ -244,9 +252,8 @@ def reshard(policy: torch.nn.Module) -> None:
 def gathered(policy: torch.nn.Module) -> Iterator[Model]:
     """A policy's model with all weights on every rank (bfloat16 on CUDA), to sample from.
 
-    FSDP2 would gather the weights at every token, and its hooks alone take a quarter of a decoding
-    step. So the weights are gathered once. A twin of the model, which is not sharded, holds the
-    gathered tensors themselves: nothing is copied. Without sharding it is the model itself.
+    FSDP2 would gather the weights at every token. So they are gathered once: a twin of the model,
+    which is not sharded, holds the gathered tensors themselves. Without sharding it is the model.
     """
     model = policy.model
     groups = [module for module in policy.modules() if isinstance(module, FSDPModule)]

@@ -22,16 +22,11 @@ class Key(NamedTuple):
     fingerprint: str
 
 
-def key_of(row: dict) -> Key:
-    return Key(*(row[name] for name in Key._fields))
-
-
 class Journal:
     """Rows by key. Each row is also a line of a .jsonl file, and is written when it is known.
 
     Rank 0 writes to samples.jsonl, and rank 3 to samples.rank3.jsonl beside it. A crash loses at
-    most the line that is being written.
-    `rows` has the rows of all ranks at the last merge.
+    most the line that is being written. `rows` has the rows of all ranks at the last merge.
     """
 
     def __init__(self, path: Path):
@@ -60,7 +55,8 @@ class Journal:
         rows: dict[Key, dict] = {}
         for file in [self.path, *others]:
             for _, row in read_lines(file):
-                rows.setdefault(key_of(row), {}).update(row)
+                key = Key(*(row[name] for name in Key._fields))
+                rows.setdefault(key, {}).update(row)
         lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
         write_whole(self.path, "".join(lines))
         for file in others:

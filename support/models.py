@@ -118,8 +118,7 @@ def check_head(model: Model) -> None:
 def weights_of(name: str) -> str:
     """Identify a model's files: other weights under the same name give another text.
 
-    For a folder it is a hash of its files, so a copy of the folder has the same one. For a Hub id
-    it is the commit that is in the cache, so load the model before.
+    It is a hash of a folder's files, or the commit of a Hub id in the cache: load the model before.
     """
     if Path(name).is_dir():
         digests = {}

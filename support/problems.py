@@ -26,12 +26,11 @@ def load_problems(
     """The distinct problems of a Hub data set or a .jsonl, .json or .parquet file, in their order.
 
     The problem is the column `problem`, `question` or `prompt`: text or a chat. The answer is
-    `answer`, `final_answer` or `reward_model["ground_truth"]`. The first that is not empty counts.
-    Of rows with the same problem the first is taken.
+    `answer`, `final_answer` or `reward_model["ground_truth"]`. The first that is not empty counts,
+    and of rows with the same problem the first. Returns [{"problem": str, "answer": str}].
 
-    Returns [{"problem": str, "answer": str}]. Rows without an answer are left out, and a line says
-    how many. With `whole_rows` none is left out, and each problem has its "row" too, a dict of
-    every column. Raises InputError, naming the source or its row.
+    Rows without an answer are left out, and a line says how many. With `whole_rows` none is left
+    out, and each problem has its "row" too, a dict of every column. Raises InputError.
     """
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer, columns = 0, READ
@@ -128,9 +127,8 @@ def answer_text(value: Any) -> str | None:
     """A right answer as text: text, a number, or a flat list of these, joined by commas.
 
     GSM8K has its work before the answer: `... #### 72` is 72. None is "", and so are NuminaMath's
-    `proof` and `notfound`. Of an object its "ground_truth" counts, as in DAPO-Math-17k. Anything
-    else gives None. Tables store whole numbers beside decimals or nulls as floats: 72.0 becomes
-    "72". From 2^53 on floats lose digits, and such a number gives None.
+    `proof` and `notfound`. Of an object its "ground_truth" counts. Anything else gives None. Tables
+    can store 72 as 72.0, which gives "72". From 2^53 on floats have lost digits and give None.
     """
     if isinstance(value, dict):
         value = value.get("ground_truth", value)

@@ -63,9 +63,8 @@ class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
     `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `flags`
-    are all flags of the program, for config.json; this class reads `resume` and those about steps,
-    saving and evaluating. Before `begin` only the lock is written. Raises InputError if a new run
-    finds files in the directory, or a resumed one finds steps and no checkpoint.
+    are all flags of the program. Before `begin` only the lock is written. Raises InputError if a
+    new run finds files in the directory, or a resumed one finds steps and no checkpoint.
     """
 
     def __init__(self, output: str, flags: dict[str, Any]):
@@ -173,8 +172,7 @@ def cut_back(file: Path, step: int) -> None:
 
 def checkpoints(run: Path) -> list[Path]:
     """List the complete checkpoints of a run, oldest first. step_000020_copy is none of them."""
-    paths = run.glob("checkpoints/step_*")
-    return sorted((path for path in paths if re.fullmatch(r"step_\d{6,}", path.name)), key=step_of)
+    return sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -185,8 +183,7 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
     """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
 
     The folder gets its name when all its files are on the disk, so a crash leaves no half of a
-    checkpoint. Any number of ranks can continue from a checkpoint. It needs no other state, because
-    data order, sampling and noise are functions of the seed and the step.
+    checkpoint. Any number of ranks can continue from it: all else is a function of seed and step.
     """
     partial = folder.with_suffix(".partial")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -200,7 +197,9 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
         tokenizer.save_pretrained(partial)
     barrier()  # the folder exists; the others wait here, however long rank 0 writes
     moments = get_optimizer_state_dict(model, optimizer)
-    dcp.save(moments, checkpoint_id=partial / "trainer", **patiently())
+    # In the patient group a rank waits for the others' disks, however long these take.
+    group, alone = distributed.patient, not dist.is_initialized()
+    dcp.save(moments, checkpoint_id=partial / "trainer", process_group=group, no_dist=alone)
     if rank() == 0:
         for file in filter(Path.is_file, partial.rglob("*")):
             sync(file)
@@ -211,10 +210,6 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
 def load_optimizer(folder: Path, model: Model, optimizer: Optimizer) -> None:
     """Load the optimiser's moments from a checkpoint, on any number of ranks."""
     moments = get_optimizer_state_dict(model, optimizer)
-    dcp.load(moments, checkpoint_id=folder / "trainer", **patiently())
+    group, alone = distributed.patient, not dist.is_initialized()
+    dcp.load(moments, checkpoint_id=folder / "trainer", process_group=group, no_dist=alone)
     set_optimizer_state_dict(model, optimizer, moments)
-
-
-def patiently() -> dict:
-    """Options of DCP with which a rank waits for the others' disks, however long these take."""
-    return {"process_group": distributed.patient, "no_dist": not dist.is_initialized()}
