@@ -60,7 +60,7 @@ def check_memory(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(name))
     size = sum(parameter.numel() for parameter in model.parameters())
-    if torch.cuda.is_available():
+    if device().type == "cuda":
         needed = 16 * size / world_size()  # float32 weights, gradients and AdamW's two moments
         free = torch.cuda.mem_get_info()[0]
         if needed > free:

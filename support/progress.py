@@ -130,7 +130,7 @@ def response_in_words(sample: dict, step: int) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print above any bar, on rank 0 only. A closed pipe or a lost terminal does not end the run."""
+    """Print above any bar, on rank 0 only. A closed pipe or a lost terminal ends no run."""
     if rank() == 0:
         with contextlib.suppress(OSError):
             tqdm.write(text, file=stream)

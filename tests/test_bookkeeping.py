@@ -1,5 +1,7 @@
 """What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -14,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights
-from ranks import begin
-from transformers import AutoModelForCausalLM
+from ranks import begin, launch
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import eval as evaluation
 import rollout
 import stapo
 from rollout import load_policy, load_tokenizer
-from support import files, progress, run_folder, versions
+from support import distributed, files, progress, run_folder, versions
 from support import stop as stopping
 from support.errors import InputError
 from support.problems import load_problems
@@ -276,6 +278,17 @@ def test_output_that_nobody_reads_is_dropped(tmp_path):
     assert [p.name for p in checkpoints(output)] == [f"step_{len(lines(output)):06d}"]
 
 
+def test_characters_that_the_terminal_does_not_have_are_replaced(tmp_path, monkeypatch):
+    """The run goes on, and its files have them."""
+    monkeypatch.setattr(rollout, "to_text", lambda *_, **__: "\u4e2d\u6587")
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii"))
+    run(tmp_path / "run", "--steps 1")
+    assert b"\n??\n" in output.getvalue() and len(checkpoints(tmp_path / "run")) == 1
+    rows = read_rows(tmp_path / "run" / "samples.jsonl")
+    assert {row["response"] for row in rows} == {"\u4e2d\u6587"}
+
+
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
     """Sent to every process, as schedulers do: a rank gets a second one from torchrun.
 
@@ -423,7 +436,45 @@ def test_a_run_goes_on_with_a_reward_that_was_mended(own, capsys):
     assert [line["step"] for line in lines(own / "run")] == [1, 2, 3]
 
 
+def test_a_reward_that_exits_with_a_text_on_one_rank_ends_the_job(own):
+    """That rank says it, and waits for no other rank."""
+    text = "import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit('no table here')\n"
+    (own / "own.py").write_text(text + REWARDS)
+    flags = f"{FLAGS} --output {own}/run --data {own}/problems.jsonl --reward {own}/own.py:length"
+    assert all(launch(stapo.main, 2, own / "log", flags.split(), timeout=60))
+    said = (own / "log.1").read_text()
+    assert said.endswith("stapo.py: no table here (rank 1)\n") and "Traceback" not in said
+
+
 # ----------------------------------------------------------------- what is refused, what is said
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch, capfd):
+    """Qwen3-1.7B, without its weights; a CPU takes it, and a line says what that means."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    Qwen3Config(**sizes, **heads, tie_word_embeddings=True).save_pretrained(tmp_path)
+    distributed.check_memory(str(tmp_path))
+    assert "a CPU trains 1.7 billion parameters very slowly" in capfd.readouterr().err
+    distributed.check_memory(str(TINY))
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
+    layer = 2 * (16 + 8) * 128 * 2048 + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128
+    needed = 16 * (28 * layer + 151936 * 2048 + 2048)
+    for free, refusal in ((needed, None), (needed - 1, "27.5 GB of each GPU, and 27.5 GB are")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 80e9))
+        with pytest.raises(InputError, match=refusal) if refusal else contextlib.nullcontext():
+            distributed.check_memory(str(tmp_path))
+
+
+def test_windows_is_refused_in_one_line():
+    code = "import sys, stapo\nfor name in list(sys.modules):\n"
+    code += "    if name.split('.')[0] in 'support stapo rollout reward eval'.split():\n"
+    code += "        del sys.modules[name]\nsys.platform = 'win32'\nfrom stapo import stapo_loss"
+    options = {"cwd": ROOT, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **options)
+    assert done.returncode == 1 and done.stderr.startswith("STAPO runs on Linux and macOS")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_head_that_does_more_is_refused(random_model, monkeypatch):
@@ -460,7 +511,7 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     now = [0.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    for _ in progress.track(list(range(15)), "scoring"):
+    for _ in progress.track(iter(range(15)), "scoring", total=15):
         now[0] += 10
     said = [line for line in capsys.readouterr().err.split("\n") if line]
     assert [line.split(" after ")[0] for line in said] == ["scoring: 6 of 15", "scoring: 12 of 15"]

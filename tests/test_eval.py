@@ -122,6 +122,24 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
     }
 
 
+def test_a_checkpoint_has_the_defaults_of_its_run(tmp_path, monkeypatch, capsys):
+    """One line says so; a flag goes first. The end says where the results are."""
+    Scripted(monkeypatch, lambda _, prompt, __: (f"\\boxed{{{'?' not in prompt}}}", 9, False))
+    folder = copy_model(tmp_path / "run" / "checkpoints" / "step_000003")
+    stored = {"resume": "", "instruction": "So?", "reward": "", "max_new_tokens": 77, "seed": 5}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(stored))
+    flags = f"--model {folder} --samples 1 --decoding 0,1 --output {tmp_path}/out --benchmarks "
+    flags += write_problems(tmp_path / "few.jsonl", 2, gold="True")
+    for more, length, instruction, mean in (([], 77, "So?", 0), (["--instruction="], 77, "", 100)):
+        evaluation.main([*flags.split(), *more])
+        found = json.loads((tmp_path / "out" / "scores.json").read_text())
+        held = [found["flags"][name] for name in ("max_new_tokens", "instruction", "seed")]
+        assert held == [length, instruction, 0] and found["scores"]["0,1"]["few"]["mean"] == mean
+        out, err = capsys.readouterr()
+        assert f"--max_new_tokens={length}" in err and ("--instruction='So?'" in err) == (not more)
+        assert out.endswith(f"\nresults in {tmp_path}/out\n")
+
+
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
     for n in range(1, 8):
         for right in range(n + 1):

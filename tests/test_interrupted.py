@@ -10,6 +10,7 @@ from helpers import TINY, fill_disk, lines, read_rows, run, weights
 
 import eval as evaluation
 import stapo
+from support.distributed import STOP_SIGNALS
 from support.run_folder import checkpoints
 
 ROWS = "--samples 2 --limit 6 --instruction= --max_new_tokens 40 --rollout_batch_size 4"
@@ -101,18 +102,22 @@ def count(monkeypatch, owner, name: str, number: int, happens) -> list:
     ],
 )
 def test_interrupted_equals_uninterrupted(
-    whole, tmp_path, monkeypatch, program, name, number, happens, steps
+    whole, tmp_path, monkeypatch, capsys, program, name, number, happens, steps
 ):
     """Amid the responses or the rewards of a program, after so many whole steps.
 
     It is left at the next response, not at its rollout's end. No whole step and no response of an
-    evaluation is made twice.
+    evaluation is made twice. What is missing is said, and the signals are given back.
     """
+    handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
     output, owner = tmp_path / "run", stapo if program == "run" else evaluation.rollout
     seen = count(monkeypatch, owner, name, number, happens)
     with pytest.raises(SystemExit) as end:
         start(program, output)
     assert (end.value.code == 130) == (happens is stop)
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers
+    said = f"stopped after step {steps} of 1, before its evaluation; continue"
+    assert (said in capsys.readouterr().out) == (program == "evaluated")
     assert number <= len(seen) < (number + 1 if name == "load_reward" else (steps + 1) * 12)
     assert [path.name for path in checkpoints(output)] == ["step_000001"] * steps
     if program != "run":

@@ -123,6 +123,15 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
         models.load_model(str(tmp_path))
 
 
+def test_layers_that_are_elsewhere_are_refused_before_the_weights_are_read(tmp_path, monkeypatch):
+    """FSDP2 shards base_model.layers. A CPU that is alone needs none."""
+    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
+    monkeypatch.setattr(rollout.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rollout.distributed, "all_list", lambda value: [value])
+    with pytest.raises(InputError, match=f"{tmp_path}: GPT2LMHeadModel has no base_model.layers"):
+        rollout.load_policy(str(tmp_path))
+
+
 def test_responses_fit_in_the_positions():
     config = transformers.LlamaConfig(max_position_embeddings=64)
     models.check_length(config, 24, 40, "")
@@ -132,7 +141,9 @@ def test_responses_fit_in_the_positions():
 
 
 def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
-    """Without a tokenizer; without a weight, which transformers would draw at random; quantised."""
+    """Without a tokenizer or template; without a weight, which transformers would draw at random;
+    quantised; with half a file of weights, or a pointer to it; an adapter; NaN as a weight.
+    """
     model = random_model()
     weights = model.state_dict()
     del weights["model.norm.weight"]
@@ -141,6 +152,21 @@ def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
         rollout.load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match=f"{tmp_path}: .* no weights for model.norm.weight"):
         rollout.load_policy(str(tmp_path))
+    with pytest.raises(InputError, match="^--chat_template none.jinja: no text there"):
+        rollout.load_tokenizer(str(TINY), "none.jinja")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for part in (whole[: len(whole) // 2], b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "model.safetensors").write_bytes(part)
+        with pytest.raises(InputError, match=f"{tmp_path}: .* file of weights is no whole one"):
+            rollout.load_policy(str(tmp_path))
+    torch.nn.init.constant_(model.model.norm.weight, math.nan)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="--model: its logits are not finite"):
+        rollout.load_policy(str(tmp_path))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="adapter: no model there, it is an adapter; merge it"):
+        rollout.load_policy(str(tmp_path / "adapter"))
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model.config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"{tmp_path}: .* a quantised model"):
