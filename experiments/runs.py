@@ -305,7 +305,7 @@ def finish(
 ) -> None:
     """Put the lines that were made into the file of results, and print the tables of all lines."""
     stored = read_rows(args.results) if args.results.exists() else []
-    lines = {(line["row"], line.get("seed")): line for line in [*stored, *made]}
+    lines = {(line["row"], line.get("seed"), line.get("table")): line for line in [*stored, *made]}
     if made:
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))

@@ -131,7 +131,7 @@ def train_on_canned_rollouts(folder: Path) -> None:
 
     The folder holds the models `tied` and `untied`, problems.jsonl and own.py. Each rank writes
     world<N>-<case>.<rank>.pt there: the gradients of every optimiser step, the last first moments
-    of AdamW, the metrics, and for each mini-batch what spurious_mask needs and what was kept.
+    of AdamW, the metrics, and what each update has returned.
     """
     distributed.start()
     for case, (_, _, worlds) in CASES.items():
@@ -142,7 +142,7 @@ def train_on_canned_rollouts(folder: Path) -> None:
 
 def run(case: str, folder: Path) -> None:
     world, rank = distributed.world_size(), distributed.rank()
-    canned, seen = canned_rollouts(case), {"gradients": [], "moments": [], "chosen": []}
+    canned, seen = canned_rollouts(case), {"gradients": [], "moments": [], "updates": []}
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
     output = folder / f"world{world}-{case}"
     steps = iter([2] if case == "moved" else [1, 2])
@@ -167,16 +167,13 @@ def run(case: str, folder: Path) -> None:
             if case == "stopped" and len(seen["gradients"]) == 1 and rank == world - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def choose(batch, policy, cfg):
-        choice = method(batch, policy, cfg)
-        logp, entropy = choice.stats
-        seen["chosen"].append((logp, batch.advantages, entropy, batch.mask, choice.keep))
-        return choice
-
-    def poisoned_loss(*args, **options):
-        of_mini_batch_1 = len(seen["chosen"]) == 1
-        spoilt = case == "poisoned" and rank == world - 1 and of_mini_batch_1
-        return clipped_loss(*args, **options) * (float("nan") if spoilt else 1)
+    def update(*args):
+        """With NaN in the last rank's loss in the first mini-batch of `poisoned`."""
+        if case == "poisoned" and rank == world - 1 and not seen["updates"]:
+            stapo.clipped_loss = lambda *tensors, **_: clipped_loss(*tensors) * float("nan")
+        seen["updates"].append(real_update(*args))
+        stapo.clipped_loss = clipped_loss
+        return seen["updates"][-1]
 
     flags = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --reward {folder}/own.py:value --batch_size {PROMPTS} --mini_batch_size 4 --lr 1e-6
@@ -190,9 +187,9 @@ def run(case: str, folder: Path) -> None:
         flags = again
     distributed.barrier()
     cfg = stapo.parse_flags(stapo.Config, "", flags)
-    method, adamw, sampler = stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample
-    clipped_loss, stapo.clipped_loss = stapo.clipped_loss, poisoned_loss
-    stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample = choose, Recorder, sample
+    clipped_loss, real_update = stapo.clipped_loss, stapo.update
+    adamw, sampler = torch.optim.AdamW, stapo.sample
+    stapo.update, torch.optim.AdamW, stapo.sample = update, Recorder, sample
     with contextlib.suppress(Stopped):
         stapo.train(cfg)
     if case == "stopped":  # after step 1, whose second update was finished
@@ -201,8 +198,7 @@ def run(case: str, folder: Path) -> None:
             shutil.copytree(output, folder / "left-by-four")
         distributed.barrier()
         stapo.train(stapo.parse_flags(stapo.Config, "", again))
-    stapo.METHODS[cfg.method], torch.optim.AdamW, stapo.sample = method, adamw, sampler
-    stapo.clipped_loss = clipped_loss
+    stapo.update, torch.optim.AdamW, stapo.sample = real_update, adamw, sampler
     seen["metrics"] = [json.loads(line) for line in open(output / "metrics.jsonl")]
     torch.save(seen, f"{output}.{rank}.pt")
 

@@ -171,14 +171,12 @@ def test_samples_are_what_the_model_said(finished):
 def test_help_has_the_flags_in_sections(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         stapo.main(["--help"])
-    text = capsys.readouterr().out
-    about, _, flags = text.partition("options:")
+    about, _, flags = capsys.readouterr().out.partition("options:")
     assert "@FILE" in about and "--resume DIR" in about
-    sections = {"data": "--model", "objective": "--method", "one step": "--steps"}
-    sections |= {"memory and files": "--rollout_batch_size", "evaluation": "--eval_every"}
-    found = re.findall(r"^([a-z ]+):\n  (--\w+)", flags, re.MULTILINE)
-    assert found == list(sections.items())
-    assert all(f"  --{name}" in flags for name in vars(stapo.Config()))
+    found = re.findall(r"^([a-z ]+):\n  --(\w+)", flags, re.MULTILINE)
+    sections = {"data": "model", "objective": "method", "one step": "steps"}
+    sections |= {"memory and files": "rollout_batch_size", "evaluation": "eval_every"}
+    assert dict(found) == sections and list(dict(found)) == list(sections)
 
 
 # --------------------------------------------------------------------------- saving and stopping

@@ -81,23 +81,6 @@ def test_ranks_agree(folder, case):
             assert ours[key] == same, key
 
 
-@pytest.mark.parametrize("case, world", [("stapo", 1), ("stapo", 4), ("all-tokens", 2)])
-def test_training_silences_what_one_call_with_all_tokens_silences(folder, case, world):
-    """spurious_mask as others paste it: the tokens of all ranks, and no word about ranks."""
-    ranks = [seen(folder, case, world, rank)["chosen"] for rank in range(world)]
-    for mini_batch in zip(*ranks, strict=True):
-        # Each token is a row of its own, because the ranks' tensors have other widths.
-        flat = [
-            (logp[mask], A[:, None].expand_as(mask)[mask], entropy[mask], keep[mask])
-            for logp, A, entropy, mask, keep in mini_batch
-        ]
-        logp, A, entropy, kept = (torch.cat(tensors) for tensors in zip(*flat))
-        every = torch.ones_like(kept)[:, None]
-        over = {"quantile_tokens": every} if case == "all-tokens" else {}
-        silenced, *_ = stapo.spurious_mask(logp[:, None], A, entropy[:, None], every, **over)
-        assert torch.equal(kept, ~silenced.flatten()) and not kept.all()
-
-
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_stop_amid_updates_costs_nothing(folder, world):
     """Asked for on one rank after the first of step 1's two updates: the second is done, too."""

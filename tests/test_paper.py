@@ -197,18 +197,13 @@ def test_3_3_the_three_comparisons_are_strict():
     logp = torch.tensor([[0.001, 0.0015, 0.01]]).log()
     entropy, mask = torch.tensor([[0.2, 0.3, 0.1]]), torch.ones(1, 3, dtype=torch.bool)
     a = torch.ones(1)
-
-    def silenced(logp=logp, a=a, **options):
-        found, candidates, tau_h = spurious_mask(logp, a, entropy, mask, **options)
-        assert tau_h == options.get("tau_h", tau_h) and (found <= candidates).all()
-        return found.tolist()[0]
-
-    assert silenced(tau_h=0.3) == [True, False, False]
-    assert silenced(tau_h=math.inf) == [True, True, False]
-    assert silenced(a=0 * a, tau_h=math.inf) == [False] * 3
-    assert silenced(tau_p=0.001, tau_h=math.inf)[1:] == [False] * 2
-    assert silenced(q=1.0) == [True, False, False]  # the highest is kept
-    assert silenced(logp=0 * logp, tau_p=1.0, tau_h=math.inf) == [False] * 3
+    assert spurious_mask(logp, a, entropy, mask, tau_h=0.3)[0].tolist() == [[True, False, False]]
+    found, candidates, _ = spurious_mask(logp, a, entropy, mask, tau_h=math.inf)
+    assert found.tolist() == candidates.tolist() == [[True, True, False]]
+    assert not spurious_mask(logp, 0 * a, entropy, mask, tau_h=math.inf)[0].any()
+    assert not spurious_mask(logp, a, entropy, mask, tau_p=0.001, tau_h=math.inf)[0][0, 1:].any()
+    assert spurious_mask(logp, a, entropy, mask, q=1.0)[0].sum() == 1  # the highest is kept
+    assert not spurious_mask(0 * logp, a, entropy, mask, tau_p=1.0, tau_h=math.inf)[0].any()
 
 
 @pytest.mark.parametrize("over_all", [False, True], ids=["candidates", "version 1"])

@@ -1,6 +1,5 @@
 """The recipe for a CPU: its reward and its questions. No model is loaded."""
 
-import pytest
 from helpers import ROOT, read_rows
 
 import stapo
@@ -16,38 +15,32 @@ def reward_of(response: str, answer: str) -> float:
     return reward(response, {"row": {"problem": "?", "answer": answer}})
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "The capital of Turkey is Ankara.",
-        "Ankara is the capital of Turkey.",
-        ' It is "ankara."\n',
-        "The capital is Ankara, a city in the center of Turkey.",
-        "It is Ankara (in Anatolia).",
-    ],
-)
-def test_one_sentence_with_the_answer_is_right(response):
-    assert reward_of(response, "Ankara") == 1
+RIGHT = """
+The capital of Turkey is Ankara.
+Ankara is the capital of Turkey.
+ It is "ankara."
+The capital is Ankara, a city in the center of Turkey.
+It is Ankara (in Anatolia)."""
+
+# No end; a part of a word; lists of guesses; more than one sentence; too many words.
+WRONG = """
+The capital of Turkey is Istanbul.
+The capital of Turkey is
+The capital of Turkey is Ankara
+Is it Ankara?
+The capital of Turkey is Ankaran.
+Istanbul, Ankara, Izmir.
+Istanbul or Ankara.
+What is the capital? It is Ankara.
+Istanbul Izmir Bursa Adana Konya Antalya Mersin Edirne Rize Sinop Van Mardin Ankara.
+It is Ankara. It is Ankara. It is Ankara."""
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "",
-        "The capital of Turkey is Istanbul.",
-        "The capital of Turkey is",
-        "The capital of Turkey is Ankara",  # no end: cut off
-        "Is it Ankara?",
-        "The capital of Turkey is Ankaran.",  # a part of a word
-        "Istanbul, Ankara, Izmir.",  # lists of guesses
-        "Istanbul or Ankara.",
-        "What is the capital? It is Ankara.",  # more than one sentence
-        "Istanbul Izmir Bursa Adana Konya Antalya Mersin Edirne Rize Sinop Van Mardin Ankara.",
-        "It is Ankara. " * 3,
-    ],
-)
-def test_no_other_text_is_right(response):
-    assert reward_of(response, "Ankara") == -1
+def test_one_sentence_with_the_answer_is_right_and_no_other_text():
+    for response in RIGHT.split("\n")[1:]:
+        assert reward_of(response, "Ankara") == reward_of(response + "\n", "Ankara") == 1, response
+    for response in WRONG.split("\n"):
+        assert reward_of(response, "Ankara") == -1, response
 
 
 def test_the_answer_is_a_word_and_no_pattern():
