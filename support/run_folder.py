@@ -22,7 +22,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import distributed
-from support.distributed import barrier, on_rank_0, raised_on_all, rank
+from support.distributed import barrier, on_rank_0, rank
 from support.errors import InputError
 from support.files import append_rows, read_lines, sync, write_whole
 from support.progress import log
@@ -36,8 +36,8 @@ lock_file: TextIO | None = None  # of the directory that this process works in
 def claim(folder: Path) -> None:
     """Make a directory and lock it until this process ends, however it ends. Every rank calls it.
 
-    Raises InputError on every rank if another process works in the directory, and if a rank does
-    not see it: a checkpoint would lack that rank's part.
+    Raises InputError on every rank if another process works in the directory. All ranks must share
+    its file system: each writes its part of a checkpoint.
     """
 
     def lock() -> None:
@@ -53,10 +53,6 @@ def claim(folder: Path) -> None:
             log(f"{folder}: no locks here ({error}); start no second process in this directory")
 
     on_rank_0(lock)
-    with raised_on_all():
-        if not (folder / ".lock").exists():
-            hint = "put it on a file system that all hosts share"
-            raise InputError(f"--output {folder}: ranks see different directories; {hint}")
 
 
 class RunFolder:

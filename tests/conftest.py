@@ -28,11 +28,11 @@ def on_the_cpu(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def signals_as_before():
-    """What a test leaves listening would swallow the Ctrl-C that ends the tests."""
-    handlers = {number: signal.getsignal(number) for number in distributed.STOP_SIGNALS}
+    """A test that leaves them swallowed would swallow the Ctrl-C that ends the tests."""
+    handlers = [(number, signal.getsignal(number)) for number in distributed.STOP_SIGNALS]
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    for handler in handlers:
+        signal.signal(*handler)
 
 
 @pytest.fixture(scope="session")

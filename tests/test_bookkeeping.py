@@ -1,6 +1,5 @@
 """What a run keeps: resuming, saving, stopping, samples, own rewards; and what it refuses."""
 
-import contextlib
 import io
 import json
 import multiprocessing
@@ -240,7 +239,6 @@ def test_repeated_signals_are_one_wish():
     stop.listen()
     os.kill(os.getpid(), signal.SIGHUP)
     assert not stop.asked
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_a_time_limit_ends_the_process_that_a_reward_forks():
@@ -283,8 +281,7 @@ def test_characters_that_the_terminal_does_not_have_are_replaced(tmp_path, monke
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii"))
     run(tmp_path / "run", "--steps 1")
     assert b"\n??\n" in output.getvalue() and len(checkpoints(tmp_path / "run")) == 1
-    rows = read_rows(tmp_path / "run" / "samples.jsonl")
-    assert {row["response"] for row in rows} == {"\u4e2d\u6587"}
+    assert read_rows(tmp_path / "run" / "samples.jsonl")[0]["response"] == "\u4e2d\u6587"
 
 
 def test_sigterm_under_torchrun_ends_with_a_checkpoint(tmp_path):
@@ -454,25 +451,20 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monk
     Qwen3Config(**sizes, **heads, tie_word_embeddings=True).save_pretrained(tmp_path)
     distributed.check_memory(str(tmp_path))
     assert "a CPU trains 1.7 billion parameters very slowly" in capfd.readouterr().err
-    distributed.check_memory(str(TINY))
-    assert capfd.readouterr().err == ""
     monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
     layer = 2 * (16 + 8) * 128 * 2048 + 3 * 2048 * 6144 + 2 * 2048 + 2 * 128
-    needed = 16 * (28 * layer + 151936 * 2048 + 2048)
-    for free, refusal in ((needed, None), (needed - 1, "27.5 GB of each GPU, and 27.5 GB are")):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 80e9))
-        with pytest.raises(InputError, match=refusal) if refusal else contextlib.nullcontext():
-            distributed.check_memory(str(tmp_path))
+    free = [16 * (28 * layer + 151936 * 2048 + 2048), 80e9]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: free)
+    distributed.check_memory(str(tmp_path))
+    free[0] -= 1
+    with pytest.raises(InputError, match="27.5 GB of each GPU, and 27.5 GB are free"):
+        distributed.check_memory(str(tmp_path))
 
 
 def test_windows_is_refused_in_one_line():
-    code = "import sys, stapo\nfor name in list(sys.modules):\n"
-    code += "    if name.split('.')[0] in 'support stapo rollout reward eval'.split():\n"
-    code += "        del sys.modules[name]\nsys.platform = 'win32'\nfrom stapo import stapo_loss"
-    options = {"cwd": ROOT, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", code], **options)
-    assert done.returncode == 1 and done.stderr.startswith("STAPO runs on Linux and macOS")
-    assert done.stderr.count("\n") == 1
+    code = "import sys; sys.platform = 'win32'; import support"
+    command, options = [sys.executable, "-c", code], {"cwd": ROOT, "stderr": -1, "text": True}
+    assert re.fullmatch("STAPO runs on Linux and .*\n", subprocess.run(command, **options).stderr)
 
 
 def test_a_head_that_does_more_is_refused(random_model, monkeypatch):

@@ -126,17 +126,17 @@ def test_a_checkpoint_has_the_defaults_of_its_run(tmp_path, monkeypatch, capsys)
     """One line says so; a flag goes first. The end says where the results are."""
     Scripted(monkeypatch, lambda _, prompt, __: (f"\\boxed{{{'?' not in prompt}}}", 9, False))
     folder = copy_model(tmp_path / "run" / "checkpoints" / "step_000003")
-    stored = {"resume": "", "instruction": "So?", "reward": "", "max_new_tokens": 77, "seed": 5}
+    stored = {"instruction": "So?", "reward": "", "max_new_tokens": 77, "seed": 5}
     (tmp_path / "run" / "config.json").write_text(json.dumps(stored))
     flags = f"--model {folder} --samples 1 --decoding 0,1 --output {tmp_path}/out --benchmarks "
     flags += write_problems(tmp_path / "few.jsonl", 2, gold="True")
-    for more, length, instruction, mean in (([], 77, "So?", 0), (["--instruction="], 77, "", 100)):
-        evaluation.main([*flags.split(), *more])
+    for more, own, mean in ("", "--instruction='So?' ", 0), (" --instruction=", "", 100):
+        evaluation.main((flags + more).split())
         found = json.loads((tmp_path / "out" / "scores.json").read_text())
-        held = [found["flags"][name] for name in ("max_new_tokens", "instruction", "seed")]
-        assert held == [length, instruction, 0] and found["scores"]["0,1"]["few"]["mean"] == mean
+        assert (found["flags"]["max_new_tokens"], found["flags"]["seed"]) == (77, 0)
+        assert found["scores"]["0,1"]["few"]["mean"] == mean
         out, err = capsys.readouterr()
-        assert f"--max_new_tokens={length}" in err and ("--instruction='So?'" in err) == (not more)
+        assert err.startswith(f"eval.py: {own}--max_new_tokens=77 --reward='' as in the run")
         assert out.endswith(f"\nresults in {tmp_path}/out\n")
 
 

@@ -123,15 +123,6 @@ def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
         models.load_model(str(tmp_path))
 
 
-def test_layers_that_are_elsewhere_are_refused_before_the_weights_are_read(tmp_path, monkeypatch):
-    """FSDP2 shards base_model.layers. A CPU that is alone needs none."""
-    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
-    monkeypatch.setattr(rollout.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(rollout.distributed, "all_list", lambda value: [value])
-    with pytest.raises(InputError, match=f"{tmp_path}: GPT2LMHeadModel has no base_model.layers"):
-        rollout.load_policy(str(tmp_path))
-
-
 def test_responses_fit_in_the_positions():
     config = transformers.LlamaConfig(max_position_embeddings=64)
     models.check_length(config, 24, 40, "")
@@ -140,9 +131,10 @@ def test_responses_fit_in_the_positions():
         models.check_length(config, 24, 41, "--max_new_tokens")
 
 
-def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
+def test_folders_that_cannot_be_used_say_why(random_model, tmp_path, monkeypatch):
     """Without a tokenizer or template; without a weight, which transformers would draw at random;
-    quantised; with half a file of weights, or a pointer to it; an adapter; NaN as a weight.
+    quantised; with half a file of weights, or a pointer to it; an adapter; NaN as a weight; with
+    several ranks, before the weights are read, layers that FSDP2 does not find.
     """
     model = random_model()
     weights = model.state_dict()
@@ -170,6 +162,11 @@ def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model.config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"{tmp_path}: .* a quantised model"):
+        rollout.load_policy(str(tmp_path))
+    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
+    monkeypatch.setattr(rollout.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rollout.distributed, "all_list", lambda value: [value])
+    with pytest.raises(InputError, match=f"{tmp_path}: GPT2LMHeadModel has no base_model.layers"):
         rollout.load_policy(str(tmp_path))
 
 
@@ -498,18 +495,16 @@ def test_a_text_stays_a_text_and_a_path_is_that_file(tmp_path):
     assert [problem["answer"] for problem in found] == answers[:3]
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ('{"problem": "é"}\n'.encode("latin-1"), "is not text in UTF-8"),
-        (b'{"problem": "1+1", "answer": "2"}\n{"problem": "1', "line 2 is not JSON"),
-        (b'[\n{"problem": "1+1"},\n{"prob', "line 3 is not JSON"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, text, message):
-    (tmp_path / "rows.json").write_bytes(text)
-    with pytest.raises(InputError, match=f"rows.json: {message}"):
-        load_problems(str(tmp_path / "rows.json"))
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    row = b'{"problem": "1+1", "answer": "2"}\n'
+    for text, message in (
+        (row.replace(b"+", b"\xe9"), "is not text in UTF-8"),
+        (row + row[:9], "line 2 is not JSON"),
+        (b"[\n" + row + b",\n" + row[:9], "line 4 is not JSON"),
+    ):
+        (tmp_path / "rows.json").write_bytes(text)
+        with pytest.raises(InputError, match=f"rows.json: {message}"):
+            load_problems(str(tmp_path / "rows.json"))
 
 
 def test_whole_numbers_beside_decimals_and_nulls_stay_whole(tmp_path):
