@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     """kind.from_pretrained(name, **options); raises InputError in place of the Hub's own errors."""
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
         hint = "give a Hub id or a folder"
-        if isinstance(error, SafetensorError):
+        if isinstance(error, (SafetensorError, UnpicklingError)):
             hint = "its file of weights is no whole one; copy or download it again"
         elif (Path(name) / "adapter_config.json").is_file():
             hint = "it is an adapter; merge it into its base model and save that"
