@@ -34,7 +34,7 @@ def load_problems(
     """
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer, columns = 0, READ
-    for number, row in enumerate(load_rows(source, split), start=1):
+    for number, row in enumerate(load_rows(source, split, whole_rows), start=1):
         columns = f"its columns are {', '.join(row)}; {READ}"
         found = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
         problem = next(filter(None, found), "")
@@ -58,7 +58,7 @@ def load_problems(
     return list(problems.values())
 
 
-def load_rows(source: str, split: str) -> Iterator[dict]:
+def load_rows(source: str, split: str, whole_rows: bool) -> Iterator[dict]:
     """Iterate over the rows of a Hub data set or a local file, with a bar. Raises InputError."""
     import datasets  # slow to import, and needed by no other function
     from pyarrow.parquet import ParquetFile  # of datasets
@@ -74,6 +74,9 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
             batches = (batch.to_pydict() for batch in table.iter_batches(1000))
         elif not is_file:
             table = datasets.load_dataset(source, split=split)
+            known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS} & {*table.column_names}
+            if not whole_rows and len(known) > 1:  # with fewer a message lists all columns
+                table = table.select_columns(sorted(known))
             total, batches = len(table), table.iter(1000)
     except Exception as error:  # datasets raises a dozen unrelated kinds
         reason = " ".join(str(error).split())
