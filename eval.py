@@ -177,11 +177,10 @@ def respond(
 ) -> Iterator[tuple[Key, Response]]:
     """Sample a response to each of this rank's prompts, and yield (key, response) when it ends.
 
-    options: those of rollout.sample. A response depends only on its key and the flags, so it does
-    not change with the number of ranks or after an interruption. Responses of models that `sample`
-    leaves to plain `generate` do change. Every rank must run this to its end. Raises Stopped on
-    every rank if a stop was asked for. Raises InputError, which mentions length_flag, on every rank
-    if a response can outgrow the model.
+    options: those of rollout.sample. A response depends only on its key and the flags, not on the
+    number of ranks or an interruption, unless `sample` leaves its model to plain `generate`. Every
+    rank must run this to its end. On every rank it raises Stopped if a stop was asked for, and
+    InputError, which mentions length_flag, if a response can outgrow the model.
     """
     longest = distributed.all_max(max(map(len, prompts.values()), default=0))
     check_length(model.config, longest, options["max_new_tokens"], length_flag)
@@ -239,7 +238,8 @@ def grade(journal: Journal, problems: dict[Key, dict], reward: Reward) -> dict[K
     Every rank grades a share. Raises RewardError and Stopped, each on every rank.
     """
     share = sorted(problems)[rank() :: world_size()]
-    rewards = reward_all(reward, journal.responses(share), [problems[key] for key in share])
+    texts = [journal.rows[key]["response"] for key in share]
+    rewards = reward_all(reward, texts, [problems[key] for key in share])
     for key, value in zip(share, rewards, strict=True):
         journal.add(key, {"correct": value > 0})
     journal.merge()
@@ -251,9 +251,8 @@ def evaluate(
 ) -> dict[str, dict]:
     """Evaluate a model in memory under the training decoding: {benchmark: scores}.
 
-    stapo.py calls it during training. path: the journal's file. Responses that it holds are not
-    sampled again. Every rank calls this and gets the scores. Raises RewardError and Stopped, each
-    on every rank.
+    stapo.py calls it during training. path: the journal's file. Every rank calls this and gets the
+    scores. Raises RewardError and Stopped, each on every rank.
     """
     decodings = {"training": DECODINGS["training"]}
     problems = problems_by_key(suite, decodings, tokenizer, cfg)
@@ -284,6 +283,7 @@ A: CORRECT - the final answer agrees with the reference answer.
 B: INCORRECT - there is a final answer and it disagrees.
 C: INVALID - there is no final answer: the solution breaks off, repeats itself or is no solution.
 Reply with one letter, A, B or C, and nothing else."""
+TAIL = 2000  # characters of a response that the verifier reads
 OPTIONS = {"A": "CORRECT", "B": "INCORRECT", "C": "INVALID"}
 VERDICTS = (*OPTIONS.values(), "UNREADABLE")
 
@@ -325,7 +325,7 @@ def judge(
     names, prompts = {}, {}
     for key in [key for key, row in samples.items() if not row["correct"]]:
         # A response can spell a special token such as <|im_end|>, which must end no turn.
-        tail = samples[key]["response"]
+        tail = samples[key]["response"].strip()[-TAIL:]
         tail = re.sub(special, lambda match: f"{match[0][0]} {match[0][1:]}", tail)
         problem, gold = problems[key]["problem"], problems[key]["answer"]
         text = JUDGE.format(problem=problem, gold=gold, tail=tail)
@@ -472,6 +472,17 @@ def load(name: str, chat_template: str = "") -> tuple[Model, Tokenizer]:
     return rollout.load_model(name, dtype, device), rollout.load_tokenizer(name, chat_template)
 
 
+def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the instruction, the reward and the length of the run that a checkpoint is from."""
+    file = Path(given["model"], "..", "..", "config.json")
+    stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    names = {"instruction", "reward", "max_new_tokens"} & stored.keys() - given.keys()
+    if taken := {name: stored[name] for name in sorted(names)}:
+        words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
+        progress.log(f"eval.py: {words} as in the run of {given['model']}; flags replace these")
+    return taken
+
+
 def check_flags(cfg: EvalConfig) -> None:
     """Refuse flags that cannot work. Raises InputError naming the flag."""
     least = {"samples": 0, "limit": 0, "max_new_tokens": 1, "rollout_batch_size": 1}
@@ -515,12 +526,12 @@ def run(cfg: EvalConfig) -> None:
         write_whole(folder / "table.md", text)
         document = {"flags": asdict(cfg), "scores": scores}
         write_whole(folder / "scores.json", json.dumps(document, indent=2) + "\n")
-        progress.say(f"\n{text}")
+        progress.say(f"\n{text}\nresults in {folder}")
 
 
 def main(argv: list[str] | None = None) -> None:
     with distributed.session("eval.py"):
-        cfg = parse_flags(EvalConfig, __doc__.split("\n")[0], argv)
+        cfg = parse_flags(EvalConfig, __doc__.split("\n")[0], argv, defaults=defaults_of_run)
         progress.quiet_libraries()
         progress.report_environment()
         try:

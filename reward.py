@@ -86,8 +86,12 @@ def load_reward(spec: str = "") -> Reward:
     if not Path(file).is_file() or not file.endswith(".py"):
         raise RewardError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
     # At the end of the path, because a file in that folder must not replace eval.py or a package.
-    sys.path.append(str(Path(file).resolve().parent))
-    module_spec = importlib.util.spec_from_file_location("reward_of_your_own", file)
+    path = Path(file).resolve()
+    sys.path.append(str(path.parent))
+    # Worker processes of your reward find the module by the file's name, unless that is taken.
+    taken = sys.modules.get(path.stem)
+    free = taken is None or getattr(taken, "__file__", "") == str(path)
+    module_spec = importlib.util.spec_from_file_location(path.stem if free else "own_reward", path)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
@@ -103,8 +107,7 @@ def load_reward(spec: str = "") -> Reward:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"
             raise RewardError(f"--reward {spec}: {error!r} at {where}") from error
-        # Advantages are float32. NaN is not below anything.
-        if not isinstance(value, numbers.Real) or not abs(value) < 3.4e38:
+        if not isinstance(value, numbers.Real) or not abs(value) < 3.4e38:  # float32; no for NaN
             raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
         return float(value)
 

@@ -36,7 +36,6 @@ from support.errors import InputError
 from support.head import HeadStats, TokenStats
 from support.models import (
     check_head,
-    check_vocabulary,
     empty_model,
     load_config,
     load_model,
@@ -64,7 +63,10 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
     if chat_template == "none":
         tokenizer.chat_template = None
     elif chat_template:
-        tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--chat_template {chat_template}: no text there ({error})") from error
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -79,14 +81,15 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     an empty model, cuts it into shards and receives its own shards. So none of several GPUs ever
     holds the whole float32 model.
     """
-    whole = None
+    whole = policy = None
     with distributed.raised_on_all():  # the other ranks wait here for a download
+        if dist.is_initialized():
+            policy = Policy(empty_model(load_config(name)), gradient_checkpointing)
         if distributed.rank() == 0:
             whole = load_model(name)
             check_head(whole)
-    if not dist.is_initialized():  # a single CPU process
+    if not policy:  # a single CPU process
         return Policy(whole, gradient_checkpointing)
-    policy = Policy(empty_model(load_config(name)), gradient_checkpointing)
     distributed.shard(policy)
     policy.to_empty(device=distributed.device())
     # Buffers such as rotary frequencies are in no file.
@@ -177,18 +180,16 @@ def sample(
     ended. The whole batch takes the seed of its first response, so the samples depend on the size
     of the batches. On a GPU this size depends on the free memory.
 
-    Raises RuntimeError if the model is in training mode, and InputError if logits are NaN or the
-    model lacks an id of the tokenizer.
+    Raises RuntimeError if the model is in training mode, and InputError if logits are NaN.
     """
     if model.training:
         raise RuntimeError("the model is in training mode: call model.eval() before sampling")
     if not prompts:
         return
-    check_vocabulary(model, prompts, tokenizer.pad_token_id)
     seeds = [mix_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else seed
     stops = stop_ids(model, tokenizer)
     config = sampling_config(temperature, top_p, max_new_tokens, stops, tokenizer.pad_token_id)
-    size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size, top_p)
+    size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size)
     if has_full_attention(model):
         loop = functools.partial(decoding_loop, slots=size, seeds=seeds)
         sampled = generate(model, prompts, config, custom_generate=loop)

@@ -993,6 +993,7 @@ def train(cfg: Config) -> None:
     run = RunFolder(distributed.broadcast(output), asdict(cfg))
     with distributed.raised_on_all():
         task = load_task(cfg, run.checkpoint)
+        distributed.check_memory(str(run.checkpoint or cfg.model))
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
     run.begin({"data_fingerprint": task.data_fingerprint, "versions": installed()})
     skipped_in_a_row, ended_by = 0, None

@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         trainer = make_trainer(argv)
     except ValueError as error:
-        sys.exit(f"trl_stapo.py: {error}")
+        sys.exit(f"trl_stapo.py: {error}".replace("--max_new_tokens", "--max_completion_length"))
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
 

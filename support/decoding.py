@@ -69,8 +69,7 @@ class SlotCache(Cache):
     def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
         """Let the next forward write to slots (B, 1) long at positions (B, T) long.
 
-        The forward attends to the first `visible` positions of slots 0 to B - 1. If visible is 0,
-        it attends to its own tokens.
+        It attends to the first `visible` positions of slots 0 to B - 1, or if 0, to its own tokens.
         """
         self.write_index, self.visible = (slots, slice(None), positions), visible
 
@@ -231,8 +230,7 @@ def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Ten
 
     uniforms (R, 1) float64 are random numbers in [0, 1), which are looked up in the cumulative
     distribution. If uniforms is None, the token is the likeliest one. The distribution is float64:
-    a rare token's probability is not rounded away. torch.multinomial would draw a number for each
-    of the V ids.
+    a rare token's probability is not rounded away.
     """
     if uniforms is None:
         largest, token = logits.max(-1, keepdim=True)  # NaN is the largest of all
@@ -247,7 +245,7 @@ def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     return ids[: next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 
-def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> int:
+def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     """batch_size, or on CUDA as many rows of `length` tokens as fit in 80 % of the free memory.
 
     The 20 % that stay free are enough for plain `generate`, which copies one layer's keys or values
@@ -259,11 +257,9 @@ def rows_that_fit(model: Model, length: int, batch_size: int, top_p: float) -> i
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys_and_values = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    # For each id of the vocabulary: logits, logits divided by the temperature (4 bytes each), the
-    # softmax and its cumulative sum (8 each), 24 bytes. Top-p sorts before the softmax: both logits
-    # (4 each), sorted values and indices (4 and 8), CUDA's buffers (32), 52 bytes.
-    per_id = 24 if top_p == 1 else 52
-    per_row = keys_and_values * rounded_up(length, 8) + per_id * config.vocab_size
+    # For each id of the vocabulary, when top-p sorts: logits, divided by the temperature too (4
+    # bytes each), sorted values and indices (4 and 8), CUDA's buffers (32): 52 bytes.
+    per_row = keys_and_values * rounded_up(length, 8) + 52 * config.vocab_size
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(batch_size, int(0.8 * free / per_row)))

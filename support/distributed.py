@@ -1,14 +1,15 @@
 """One rank or many: process group, reductions over ranks, FSDP2 sharding; nothing about files.
 
-Every function except `shard` also works without a process group (a single process on a CPU). So
-stapo.py reads the same for one rank and for sixty-four. On CUDA the model is always sharded, also
-on one GPU: FSDP2's mixed precision keeps float32 weights and computes in bfloat16.
+Every function except `shard` also works without a process group (a single process on a CPU). On
+CUDA the model is always sharded, also on one GPU: FSDP2's mixed precision keeps float32 weights and
+computes in bfloat16.
 """
 
 import contextlib
 import itertools
 import os
 import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,15 +20,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
 from transformers import PreTrainedModel as Model
 
 from support.errors import InputError
-from support.models import empty_model
+from support.models import empty_model, load_config
 
 # How long a collective may take. FSDP2's collectives run on NCCL and last milliseconds: after half
 # an hour NCCL's watchdog ends the job. The collectives of this file run on a gloo group whose limit
 # is never reached, because a rank waits in them for another's rollout, download or checkpoint.
 LIMIT, PATIENCE = timedelta(minutes=30), timedelta(days=30)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # support/stop.py answers them
 
 patient: dist.ProcessGroup | None = None  # the gloo group of this file's collectives
 
@@ -46,6 +50,26 @@ def peak_memory_gb() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return peak * unit / 1e9
+
+
+def check_memory(name: str) -> None:
+    """Raise InputError if a GPU cannot hold its part of a model that is trained.
+
+    A CPU may train any model, and a line says that a large one is slow.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(name))
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if device().type == "cuda":
+        needed = 16 * size / world_size()  # float32 weights, gradients and AdamW's two moments
+        free = torch.cuda.mem_get_info()[0]
+        if needed > free:
+            what = f"its weights, gradients and moments take {needed / 1e9:.1f} GB of each GPU"
+            what += f", and {free / 1e9:.1f} GB are free"
+            raise InputError(f"{name}: {what}; take more GPUs or a smaller model")
+    elif size > 1e9 and rank() == 0:
+        what = f"no GPU was found, and a CPU trains {size / 1e9:.1f} billion parameters very slowly"
+        print(f"{name}: {what}; @recipes/smollm2-135m-cpu is for a CPU", file=sys.stderr)
 
 
 def start() -> None:
@@ -67,14 +91,15 @@ def start() -> None:
         patient = dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def finish() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @contextlib.contextmanager
 def session(program: str) -> Iterator[None]:
-    """Run a program within the process group. An InputError ends the program with one line."""
+    """Run a program within the process group. An InputError ends the program with one line.
+
+    At the end the signals mean what they meant before: a notebook goes on.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with contextlib.suppress(OSError, AttributeError):  # a closed pipe; the stdout of a notebook
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal does not have
     try:
         start()
         yield
@@ -86,22 +111,25 @@ def session(program: str) -> Iterator[None]:
         raise
     finally:
         finish()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         drop_unread_output()
 
 
 def end_process(program: str, error: BaseException) -> NoReturn:
     """Print what has failed on this rank and end its process; torchrun then ends the other ranks.
 
-    The process group is not destroyed. Destroying an NCCL group waits for the other ranks, which
-    wait for this rank: the job would hang.
+    Destroying the process group would hang: NCCL waits for ranks that wait for this rank.
     """
-    if isinstance(error, InputError):
+    code = error.code if isinstance(error, SystemExit) else 1
+    if isinstance(error, InputError) or isinstance(code, str):  # sys.exit("a text"), of a reward
         print(f"{program}: {error} (rank {rank()})", file=sys.stderr)
+        code = 1
     elif not isinstance(error, SystemExit):  # the parser or a stop has said why
         print(f"{program}: rank {rank()} has failed", file=sys.stderr)
         traceback.print_exception(error)
     drop_unread_output()
-    os._exit(error.code if isinstance(error, SystemExit) else 1)
+    os._exit(code or 0)
 
 
 def drop_unread_output() -> None:
@@ -111,6 +139,11 @@ def drop_unread_output() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def finish() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def rank() -> int:
@@ -219,9 +252,8 @@ def reshard(policy: torch.nn.Module) -> None:
 def gathered(policy: torch.nn.Module) -> Iterator[Model]:
     """A policy's model with all weights on every rank (bfloat16 on CUDA), to sample from.
 
-    FSDP2 would gather the weights at every token, and its hooks alone take a quarter of a decoding
-    step. So the weights are gathered once. A twin of the model, which is not sharded, holds the
-    gathered tensors themselves: nothing is copied. Without sharding it is the model itself.
+    FSDP2 would gather the weights at every token. So they are gathered once: a twin of the model,
+    which is not sharded, holds the gathered tensors themselves. Without sharding it is the model.
     """
     model = policy.model
     groups = [module for module in policy.modules() if isinstance(module, FSDPModule)]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, field, fields
 from pathlib import Path
 from typing import Any
@@ -51,19 +52,20 @@ def parse_flags(
     description: str,
     argv: list[str] | None = None,
     changeable: frozenset[str] = frozenset(),
+    defaults: Callable[[dict], dict] = lambda given: {},
 ) -> Any:
     """Read a command line, with arguments files in it, into the dataclass `config`.
 
     With --resume DIR all other flags come from DIR/config.json. Raises InputError if DIR holds no
-    run, and if a given flag that is not in `changeable` differs from that file. Rank 0 reads the
-    flags for all ranks.
+    run, and if a given flag that is not in `changeable` differs from that file. `defaults` may
+    replace defaults, from the flags that are given. Rank 0 reads the flags for all ranks.
     """
 
     def read() -> Any:
         parser = Parser(config, description=description, fromfile_prefix_chars="@")
         given = parser.given(argv)
         if not given.get("resume"):
-            return config(**given)
+            return config(**defaults(given) | given)
         stored = asdict(config(**flags_of_run(config, Path(given["resume"]))))
         for name in sorted(given.keys() - changeable - {"resume"}):
             if given[name] != stored[name]:

@@ -1,11 +1,4 @@
-"""The output head: from hidden states to logits, ln p of tokens, and entropies.
-
-1. `HeadStats` computes ln p and entropy, for training and for scoring. It works in chunks of
-   tokens: the logits of all tokens never exist at once.
-2. `Float32Head` computes the logits from which a model samples.
-
-In both the product of hidden states and weight is float32.
-"""
+"""The output head, a float32 product: HeadStats for training, Float32Head for sampling."""
 
 from typing import NamedTuple
 
@@ -26,7 +19,8 @@ HEAD_CHUNK = {"cpu": 256, "cuda": 1024}
 
 
 class HeadStats(torch.autograd.Function):
-    """ln p and entropy of N tokens, with a backward that computes each chunk of logits again:
+    """ln p and entropy of N tokens, chunk by chunk: all logits never exist at once. The backward
+    computes each chunk again:
 
         logits = (hidden @ weight.T).float()            # (N, V)
         ln_pi = logits.log_softmax(-1)                  # (N, V)

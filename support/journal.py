@@ -1,15 +1,12 @@
 """The responses of an evaluation, in a file that survives an interruption at any moment."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from support import distributed
 from support.distributed import rank, world_size
 from support.files import append_rows, read_lines, write_whole
-
-TAIL = 2000  # characters of a response that stay in memory; the verifier reads these
 
 
 class Key(NamedTuple):
@@ -25,18 +22,11 @@ class Key(NamedTuple):
     fingerprint: str
 
 
-def key_of(row: dict) -> Key:
-    return Key(*(row[name] for name in Key._fields))
-
-
 class Journal:
     """Rows by key. Each row is also a line of a .jsonl file, and is written when it is known.
 
     Rank 0 writes to samples.jsonl, and rank 3 to samples.rank3.jsonl beside it. A crash loses at
-    most the line that is being written.
-
-    `rows` has the rows of all ranks at the last merge, with the last TAIL characters of each
-    response: every rank keeps all of them in memory.
+    most the line that is being written. `rows` has the rows of all ranks at the last merge.
     """
 
     def __init__(self, path: Path):
@@ -52,14 +42,6 @@ class Journal:
         """Return this rank's part of the keys that have no row yet."""
         return [key for key in keys if key not in self.rows][rank() :: world_size()]
 
-    def responses(self, keys: list[Key]) -> Iterator[str]:
-        """Iterate over the whole responses of sorted keys, as the last merge has written them."""
-        wanted = set(keys)
-        with self.path.open("rb") as lines:  # one at a time: all of them can be a gigabyte
-            for row in map(json.loads, lines):
-                if key_of(row) in wanted:
-                    yield row["response"]
-
     def merge(self) -> None:
         """Merge the files of all ranks into one and read it. Every rank must call this."""
         distributed.barrier()  # every rank has written its rows
@@ -73,12 +55,10 @@ class Journal:
         rows: dict[Key, dict] = {}
         for file in [self.path, *others]:
             for _, row in read_lines(file):
-                rows.setdefault(key_of(row), {}).update(row)
+                key = Key(*(row[name] for name in Key._fields))
+                rows.setdefault(key, {}).update(row)
         lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
         write_whole(self.path, "".join(lines))
         for file in others:
             file.unlink()
-        for row in rows.values():
-            if "response" in row:
-                row["response"] = row["response"].strip()[-TAIL:]
         return rows

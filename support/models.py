@@ -2,10 +2,12 @@
 
 import hashlib
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
@@ -19,10 +21,14 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     """kind.from_pretrained(name, **options); raises InputError in place of the Hub's own errors."""
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
+        hint = "give a Hub id or a folder"
+        if isinstance(error, (SafetensorError, UnpicklingError)):
+            hint = "its file of weights is no whole one; copy or download it again"
+        elif (Path(name) / "adapter_config.json").is_file():
+            hint = "it is an adapter; merge it into its base model and save that"
         reason = str(error).partition("\n")[0]
-        hint = f"give a Hub id or a folder ({reason})"
-        raise InputError(f"{name}: no {what} there, {hint}") from error
+        raise InputError(f"{name}: no {what} there, {hint} ({reason})") from error
 
 
 def load_model(
@@ -39,10 +45,16 @@ def load_model(
 
 
 def empty_model(config: PreTrainedConfig) -> Model:
-    """The same model in float32 on "meta", without memory for its weights."""
+    """The same model in float32 on "meta", without memory for its weights.
+
+    Raises InputError if its layers are not where FSDP2 is told to look for them.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return use_float32_head(fuse_norms(model))
+    if not hasattr(model.base_model, "layers"):
+        what = f"{type(model).__name__} has no base_model.layers, which GPUs and several ranks need"
+        raise InputError(f"{config.name_or_path}: {what}; take another model")
+    return use_float32_head(fuse_norms(model))
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -69,10 +81,8 @@ def check_positions(name: str, model: Model) -> None:
     for module in model.modules():
         kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
         if "dynamic" in kind or "longrope" in kind:
-            raise InputError(
-                f"{name}: its config.json has rope_type {kind}, rotary positions that depend on "
-                "the longest row of a batch, which is not supported"
-            )
+            what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
+            raise InputError(f"{name}: {what}, which is not supported")
 
 
 def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int, flag: str) -> None:
@@ -83,18 +93,9 @@ def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int, fl
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and longest + max_new_tokens > positions:
-        raise InputError(
-            f"{flag} {max_new_tokens}: the longest prompt has {longest} tokens and the model "
-            f"{positions} positions, so at most {max(0, positions - longest)} fit"
-        )
-
-
-def check_vocabulary(model: Model, prompts: list[list[int]], pad: int) -> None:
-    """Raise InputError if a prompt or the padding has an id that the model does not have."""
-    largest, rows = max(pad, *map(max, prompts)), len(model.get_input_embeddings().weight)
-    if largest >= rows:
-        what = f"the tokenizer has the id {largest}, and the model has only the ids below {rows}"
-        raise InputError(f"--model: {what}; resize the model's embeddings to its tokenizer")
+        what = f"the longest prompt has {longest} tokens and the model {positions} positions"
+        fit = max(0, positions - longest)
+        raise InputError(f"{flag} {max_new_tokens}: {what}, so at most {fit} fit")
 
 
 @torch.no_grad()
@@ -108,18 +109,17 @@ def check_head(model: Model) -> None:
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
     expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)
     logits = model(ids, use_cache=False).logits[0].float()
+    if not logits.isfinite().all():
+        raise InputError("--model: its logits are not finite; look for weights that are not finite")
     if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
-        raise InputError(
-            "--model: its logits are not hidden states times the weight of its output head "
-            "(a bias, a scale or a soft cap), which is not supported"
-        )
+        what = "its logits are more than hidden states times the weight of its output head"
+        raise InputError(f"--model: {what} (a bias, a scale or a soft cap); take another model")
 
 
 def weights_of(name: str) -> str:
     """Identify a model's files: other weights under the same name give another text.
 
-    For a folder it is a hash of its files, so a copy of the folder has the same one. For a Hub id
-    it is the commit that is in the cache, so load the model before.
+    It is a hash of a folder's files, or the commit of a Hub id in the cache: load the model before.
     """
     if Path(name).is_dir():
         digests = {}

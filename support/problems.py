@@ -1,23 +1,23 @@
 """Problems and their right answers, from the Hub or a file, in the layouts of usual data sets."""
 
-import re
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from support.errors import InputError
-from support.progress import say
+from support.progress import say, track
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
 READ = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
 READ += f", the answer from {' or '.join(ANSWER_COLUMNS)}"
 # DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
-DAPO_WRAPPER = re.compile(
-    r"\s*Solve the following math problem step by step\. The last line of your response should be "
-    r"of the form Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\."
-    r"\s*(.*?)\s*Remember to put your answer on its own line after \"Answer:\"\.\s*",
-    re.DOTALL,
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
 )
+DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:".'
 
 
 def load_problems(
@@ -26,23 +26,20 @@ def load_problems(
     """The distinct problems of a Hub data set or a .jsonl, .json or .parquet file, in their order.
 
     The problem is the column `problem`, `question` or `prompt`: text or a chat. The answer is
-    `answer`, `final_answer` or `reward_model["ground_truth"]`. Of rows with the same problem the
-    first is taken.
+    `answer`, `final_answer` or `reward_model["ground_truth"]`. The first that is not empty counts,
+    and of rows with the same problem the first. Returns [{"problem": str, "answer": str}].
 
-    Returns [{"problem": str, "answer": str}]. Rows without an answer are left out, and a line says
-    how many. With `whole_rows` none is left out, and each problem has its "row" too, a dict of
-    every column. Raises InputError, naming the source or its row.
+    Rows without an answer are left out, and a line says how many. With `whole_rows` none is left
+    out, and each problem has its "row" too, a dict of every column. Raises InputError.
     """
-    rows = load_rows(source, split)
-    columns = f"its columns are {', '.join(rows.column_names)}; {READ}"
-    if not whole_rows:
-        known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS} & {*rows.column_names}
-        rows = rows.select_columns(sorted(known))
-    refuse_mixed_types(source, rows)
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
-    without_answer = 0
-    for number, row in enumerate(rows, start=1):
-        problem, answer = read_row(row)
+    without_answer, columns = 0, READ
+    for number, row in enumerate(load_rows(source, split, whole_rows), start=1):
+        columns = f"its columns are {', '.join(row)}; {READ}"
+        found = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
+        problem = next(filter(None, found), "")
+        found = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
+        answer = next(filter(None, found), None if None in found else "")
         what = "" if problem else "problem that is text, or a chat of user and assistant alone"
         if answer is None and not whole_rows:
             what = what or "answer that is text, a number below 2^53 or a flat list of these"
@@ -61,55 +58,57 @@ def load_problems(
     return list(problems.values())
 
 
-def load_rows(source: str, split: str) -> Any:
-    """The datasets.Dataset of a Hub id, or of a local file as it is now; raises InputError."""
+def load_rows(source: str, split: str, whole_rows: bool) -> Iterator[dict]:
+    """Iterate over the rows of a Hub data set or a local file, with a bar. Raises InputError."""
     import datasets  # slow to import, and needed by no other function
+    from pyarrow.parquet import ParquetFile  # of datasets
 
-    file = Path(source)
-    builder = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(file.suffix)
-    if builder and not file.is_file():
+    file, total = Path(source), None
+    is_file = file.suffix in (".jsonl", ".json", ".parquet")
+    if is_file and not file.is_file():
         raise InputError(f"{source}: no such file")
     try:
-        if not builder:
-            return datasets.load_dataset(source, split=split)
-        # The cache of `datasets` knows a file by its path and its time of change. A changed file
-        # may keep both, so the cache also gets its size and the time that a user cannot set.
-        version = f"{file.stat().st_size}-{file.stat().st_ctime_ns}"
-        return datasets.load_dataset(builder, version, data_files=source, split="train")
+        if file.suffix == ".parquet":
+            table = ParquetFile(file)
+            total = table.metadata.num_rows
+            batches = (batch.to_pydict() for batch in table.iter_batches(1000))
+        elif not is_file:
+            table = datasets.load_dataset(source, split=split)
+            known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS} & {*table.column_names}
+            if not whole_rows and len(known) > 1:  # with fewer a message lists all columns
+                table = table.select_columns(sorted(known))
+            total, batches = len(table), table.iter(1000)
     except Exception as error:  # datasets raises a dozen unrelated kinds
-        # Only the cause says where a file cannot be parsed.
-        cause = error.__cause__ if builder and error.__cause__ else error
-        reason = " ".join(str(cause).split())
+        reason = " ".join(str(error).split())
         hint = "give a Hub id, or a .jsonl, .json or .parquet file"
         raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
+    if total is None:
+        rows = json_rows(file)
+    else:  # a batch is {column: values}
+        rows = (dict(zip(batch, values)) for batch in batches for values in zip(*batch.values()))
+    yield from track(rows, f"reading {source}", total)
 
 
-def refuse_mixed_types(source: str, rows: Any) -> None:
-    """Raise InputError if a column of a JSON file has texts beside numbers or lists.
+def json_rows(file: Path) -> Iterator[dict]:
+    """Iterate over the rows of a file with a JSON object in each line, or with a list of objects.
 
-    `datasets` then reads the text "3.10" as the number 3.1, and "[2, 5]" as a list.
+    A text stays a text. `datasets` would make a date of "2024-05-01". Raises InputError.
     """
-    for name, feature in rows.features.items():
-        if type(feature).__name__ == "Json":
-            kinds = {type(value) for value in rows[name]} - {dict, list, type(None)}
-            if kinds:
-                what = f"column {name} has values of several types; write all of them as text"
-                raise InputError(f"{source}: {what}")
-
-
-def read_row(row: dict) -> tuple[str, str | None]:
-    """The (problem, answer) of a row: in each case the first column that has one, or "".
-
-    The answer is None if there is none, and a column has something that is no answer.
-    """
-    model = row.get("reward_model")
-    cells = [row.get("answer"), row.get("final_answer")]
-    cells += [model.get("ground_truth")] if isinstance(model, dict) else []
-    problems = [problem_text(row.get(name)) for name in PROBLEM_COLUMNS]
-    answers = [answer_text(cell) for cell in cells]
-    return next(filter(None, problems), ""), next(
-        filter(None, answers), None if None in answers else ""
-    )
+    number = 0
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            is_list = lines.read(1) == "["
+            lines.seek(0)
+            for line in [lines.read()] if is_list else lines:
+                number += 1
+                if line.strip():
+                    rows = json.loads(line)
+                    yield from rows if is_list else [rows]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: is not text in UTF-8 ({error}); save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        what = f"line {number + error.lineno - 1} is not JSON ({error.msg})"
+        raise InputError(f"{file}: {what}; write an object in each line") from error
 
 
 def problem_text(value: Any) -> str:
@@ -122,18 +121,20 @@ def problem_text(value: Any) -> str:
         last_turns = {turn.get("role") or "user": turn.get("content") for turn in value}
         value = last_turns.get("user") if last_turns.keys() <= {"user", "assistant"} else None
     text = value.strip() if isinstance(value, str) else ""
-    wrapped = DAPO_WRAPPER.fullmatch(text)
-    return wrapped[1].strip() if wrapped else text
+    if text.startswith(DAPO_BEFORE) and text.endswith(DAPO_AFTER):
+        text = text[len(DAPO_BEFORE) : -len(DAPO_AFTER)].strip()
+    return text
 
 
 def answer_text(value: Any) -> str | None:
     """A right answer as text: text, a number, or a flat list of these, joined by commas.
 
     GSM8K has its work before the answer: `... #### 72` is 72. None is "", and so are NuminaMath's
-    `proof` and `notfound`. Anything else gives None. Beside decimals or nulls, the whole numbers
-    of a column are stored as floats: 72.0 becomes "72". From 2^53 on floats lose digits, and such a
-    number gives None.
+    `proof` and `notfound`. Of an object its "ground_truth" counts. Anything else gives None. Tables
+    can store 72 as 72.0, which gives "72". From 2^53 on floats have lost digits and give None.
     """
+    if isinstance(value, dict):
+        value = value.get("ground_truth", value)
     texts = []
     for item in value if isinstance(value, list) else [value]:
         if type(item) is float and abs(item) < 2**53:  # neither infinite nor NaN

@@ -8,7 +8,7 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 import torch
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from support import distributed
 from support.distributed import rank
-from support.versions import installed, outside_the_bounds
+from support.versions import installed
 
 
 class LogFile:
@@ -31,7 +31,7 @@ class LogFile:
         pass
 
 
-def bar(total: int, name: str | None) -> tqdm:
+def bar(total: int | None, name: str | None) -> tqdm:
     """Make a bar over `total` items, which is removed at its end. Without a name it is silent."""
     options = {"total": total, "desc": name, "leave": False, "disable": name is None or rank() > 0}
     if not sys.stderr.isatty():
@@ -41,9 +41,10 @@ def bar(total: int, name: str | None) -> tqdm:
     return tqdm(**options)
 
 
-def track(items: list, name: str) -> Iterator:
-    """Iterate over the items with a bar."""
-    with contextlib.closing(bar(len(items), name)) as shown:
+def track(items: Iterable, name: str, total: int | None = None) -> Iterator:
+    """Iterate over the items with a bar; total: their number, if they are no list."""
+    total = len(items) if isinstance(items, list) else total
+    with contextlib.closing(bar(total, name)) as shown:
         for item in items:
             yield item
             shown.update()
@@ -54,10 +55,8 @@ def report_environment() -> None:
     device = f"CPU (threads: {torch.get_num_threads()})"
     if distributed.device().type == "cuda":
         device = torch.cuda.get_device_name()
-    versions = ", ".join(f"{name} {version}" for name, version in installed().items())
+    versions = ", ".join(f"{name} {number}" for name, number in installed().items())
     log(f"{distributed.world_size()} x {device}; Python {platform.python_version()}, {versions}")
-    for line in outside_the_bounds():
-        log(line)
 
 
 def report_step(line: dict, sample: dict, total: int) -> None:
@@ -91,8 +90,9 @@ def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) ->
         text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
         say(f"{text}(steps {first['step']} and {last['step']})")
     if len(lines) < total or unevaluated:
+        missing = ", before its evaluation" if unevaluated else ""
         again = f"continue with: python stapo.py --resume {folder}"
-        say(f"stopped after step {len(lines)} of {total}; {again}")
+        say(f"stopped after step {len(lines)} of {total}{missing}; {again}")
     say(f"the run is in {folder}; its curves: python scripts/figures.py {folder}")
     say(f"its right answers, token by token: python scripts/tokens.py {folder}")
 
@@ -130,10 +130,7 @@ def response_in_words(sample: dict, step: int) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print on stdout or another stream, above any bar, on rank 0 only.
-
-    A closed pipe or a lost terminal does not end the run.
-    """
+    """Print above any bar, on rank 0 only. A closed pipe or a lost terminal ends no run."""
     if rank() == 0:
         with contextlib.suppress(OSError):
             tqdm.write(text, file=stream)

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import time
 import warnings
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import distributed
-from support.distributed import all_max, barrier, on_rank_0, rank
+from support.distributed import barrier, on_rank_0, rank
 from support.errors import InputError
 from support.files import append_rows, read_lines, sync, write_whole
 from support.progress import log
@@ -37,11 +36,11 @@ lock_file: TextIO | None = None  # of the directory that this process works in
 def claim(folder: Path) -> None:
     """Make a directory and lock it until this process ends, however it ends. Every rank calls it.
 
-    Raises InputError on every rank if another process works in the directory, and if a rank sees
-    another directory than rank 0: a checkpoint would lack that rank's part.
+    Raises InputError on every rank if another process works in the directory. All ranks must share
+    its file system: each writes its part of a checkpoint.
     """
 
-    def lock() -> Path:
+    def lock() -> None:
         global lock_file
         folder.mkdir(parents=True, exist_ok=True)
         lock_file = (folder / ".lock").open("a")  # closes an earlier one
@@ -52,26 +51,16 @@ def claim(folder: Path) -> None:
             raise InputError(f"--output {folder}: {what}") from None
         except OSError as error:
             log(f"{folder}: no locks here ({error}); start no second process in this directory")
-        mark = folder / f".{time.time_ns()}"
-        mark.touch()
-        return mark
 
-    mark = on_rank_0(lock)
-    unseen = all_max(int(not mark.exists()))
-    if rank() == 0:
-        mark.unlink()
-    if unseen:
-        hint = "put it on a file system that all hosts share"
-        raise InputError(f"--output {folder}: ranks see different directories; {hint}")
+    on_rank_0(lock)
 
 
 class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
     `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `flags`
-    are all flags of the program, for config.json; this class reads `resume` and those about steps,
-    saving and evaluating. Before `begin` only the lock is written. Raises InputError if a new run
-    finds files in the directory, or a resumed one finds steps and no checkpoint.
+    are all flags of the program. Before `begin` only the lock is written. Raises InputError if a
+    new run finds files in the directory, or a resumed one finds steps and no checkpoint.
     """
 
     def __init__(self, output: str, flags: dict[str, Any]):
@@ -79,8 +68,6 @@ class RunFolder:
         claim(self.path)
         self.checkpoint = on_rank_0(self.find_checkpoint)
         self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
-        if flags["steps"] < self.step:
-            raise InputError(f"--steps {flags['steps']}: {self.path} is at step {self.step}")
 
     def find_checkpoint(self) -> Path | None:
         """Return the newest checkpoint of a resumed run. Rank 0 looks for all ranks."""
@@ -91,13 +78,10 @@ class RunFolder:
                 raise InputError(f"--output {self.path}: holds {files[0]}; {hint}")
             return None
         newest = next(reversed(checkpoints(self.path)), None)
-        what = f"--resume {self.path}: "
         # Step 0 is the evaluation before the first step.
         if newest is None and any(line["step"] for line in self.lines()):
-            raise InputError(f"{what}holds no checkpoint; start anew in another --output")
-        if newest and not (newest / "trainer").is_dir():
-            what += f"{newest.name} has no trainer/ with AdamW's moments"
-            raise InputError(f"{what}; it cannot be resumed, but it works as --model {newest}")
+            what = "holds no checkpoint; start anew in another --output"
+            raise InputError(f"--resume {self.path}: {what}")
         return newest
 
     def begin(self, more: dict[str, Any]) -> None:
@@ -128,13 +112,9 @@ class RunFolder:
         self.evaluated_step = on_rank_0(write)
 
     def append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add lines to a .jsonl file, on the disk.
-
-        After a power cut a checkpoint must not be without the metrics of its steps.
-        """
+        """Add lines to a .jsonl file of the run."""
         if rank() == 0:
             append_rows(self.path / name, rows)
-            sync(self.path / name)
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""
@@ -188,8 +168,7 @@ def cut_back(file: Path, step: int) -> None:
 
 def checkpoints(run: Path) -> list[Path]:
     """List the complete checkpoints of a run, oldest first. step_000020_copy is none of them."""
-    paths = run.glob("checkpoints/step_*")
-    return sorted((path for path in paths if re.fullmatch(r"step_\d{6,}", path.name)), key=step_of)
+    return sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -200,8 +179,7 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
     """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
 
     The folder gets its name when all its files are on the disk, so a crash leaves no half of a
-    checkpoint. Any number of ranks can continue from a checkpoint. It needs no other state, because
-    data order, sampling and noise are functions of the seed and the step.
+    checkpoint. Any number of ranks can continue from it: all else is a function of seed and step.
     """
     partial = folder.with_suffix(".partial")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -215,7 +193,9 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
         tokenizer.save_pretrained(partial)
     barrier()  # the folder exists; the others wait here, however long rank 0 writes
     moments = get_optimizer_state_dict(model, optimizer)
-    dcp.save(moments, checkpoint_id=partial / "trainer", **patiently())
+    # In the patient group a rank waits for the others' disks, however long these take.
+    group, alone = distributed.patient, not dist.is_initialized()
+    dcp.save(moments, checkpoint_id=partial / "trainer", process_group=group, no_dist=alone)
     if rank() == 0:
         for file in filter(Path.is_file, partial.rglob("*")):
             sync(file)
@@ -226,10 +206,6 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
 def load_optimizer(folder: Path, model: Model, optimizer: Optimizer) -> None:
     """Load the optimiser's moments from a checkpoint, on any number of ranks."""
     moments = get_optimizer_state_dict(model, optimizer)
-    dcp.load(moments, checkpoint_id=folder / "trainer", **patiently())
+    group, alone = distributed.patient, not dist.is_initialized()
+    dcp.load(moments, checkpoint_id=folder / "trainer", process_group=group, no_dist=alone)
     set_optimizer_state_dict(model, optimizer, moments)
-
-
-def patiently() -> dict:
-    """Options of DCP with which a rank waits for the others' disks, however long these take."""
-    return {"process_group": distributed.patient, "no_dist": not dist.is_initialized()}

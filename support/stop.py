@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from support.distributed import all_max, rank
+from support.distributed import STOP_SIGNALS, all_max, rank
 
 
 class Stopped(SystemExit):
@@ -16,17 +16,16 @@ class Stopped(SystemExit):
 class StopSignal:
     """A flag that Ctrl-C, SIGTERM and SIGHUP (a lost terminal) set.
 
-    The program looks at the flag at moments when it can stop without a loss. Launchers repeat
-    signals within moments, so a second one means the same. SIGQUIT (Ctrl and a backslash) ends the
-    program at once.
+    The program looks at the flag when it can stop without a loss. Launchers repeat signals, so a
+    second one means the same. SIGQUIT (Ctrl and a backslash) ends the program at once.
     """
 
     asked = False
 
     def listen(self) -> None:
-        """Begin to answer the signals. No stop is asked for yet."""
+        """Begin to answer the signals, until distributed.session ends. No stop is asked for yet."""
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
                 signal.signal(number, self.ask)
 
@@ -41,13 +40,13 @@ class StopSignal:
     def leave_if_asked(self) -> None:
         """Raise Stopped on every rank if any rank was asked to stop. Every rank must call this."""
         if all_max(int(self.asked)) > 0:
+            self.asked = False  # for what a notebook does next
             raise Stopped(130)
 
     def together(self, work: Iterator) -> Iterator:
         """Iterate over `work` until a stop is asked for. Then raise Stopped on every rank.
 
-        It ends in a collective, so every rank must run it to its end: a rank that breaks out of the
-        loop leaves the others waiting. `work` has no collective, and is closed at a stop.
+        It ends in a collective: a rank that breaks out of the loop leaves the others waiting.
         """
         with contextlib.closing(work):
             for item in work:

@@ -1,6 +1,7 @@
 """What pytest gives to the tests: one thread, the CPU, the tiny model, random models."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -23,6 +24,15 @@ def on_the_cpu(request, monkeypatch):
     """Without the marker `gpu` a test runs on the CPU, also where there is a GPU: same numbers."""
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(distributed, "device", lambda: torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A test that leaves them swallowed would swallow the Ctrl-C that ends the tests."""
+    handlers = [(number, signal.getsignal(number)) for number in distributed.STOP_SIGNALS]
+    yield
+    for handler in handlers:
+        signal.signal(*handler)
 
 
 @pytest.fixture(scope="session")

@@ -211,12 +211,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------- evaluations, and clocks that are not equal
 
 
-def resume_in_folders_apart(folder: Path) -> None:
-    """Under the same name each rank has a directory of its own."""
-    os.chdir(folder / os.environ["RANK"])
-    stapo.main(["--resume", "run"])
-
-
 # ------------------------------------------------------------------------------- a rank that fails
 
 

@@ -18,7 +18,6 @@ from ranks import launch
 import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response
-from support import journal
 
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
@@ -121,6 +120,24 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
         **{"mean@N": "43.75 ± 21.35", "pass@N": "75.00", "tokens": "40.0"},
         **{"truncated": "25.0%", "no box": "25.0%"},
     }
+
+
+def test_a_checkpoint_has_the_defaults_of_its_run(tmp_path, monkeypatch, capsys):
+    """One line says so; a flag goes first. The end says where the results are."""
+    Scripted(monkeypatch, lambda _, prompt, __: (f"\\boxed{{{'?' not in prompt}}}", 9, False))
+    folder = copy_model(tmp_path / "run" / "checkpoints" / "step_000003")
+    stored = {"instruction": "So?", "reward": "", "max_new_tokens": 77, "seed": 5}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(stored))
+    flags = f"--model {folder} --samples 1 --decoding 0,1 --output {tmp_path}/out --benchmarks "
+    flags += write_problems(tmp_path / "few.jsonl", 2, gold="True")
+    for more, own, mean in ("", "--instruction='So?' ", 0), (" --instruction=", "", 100):
+        evaluation.main((flags + more).split())
+        found = json.loads((tmp_path / "out" / "scores.json").read_text())
+        assert (found["flags"]["max_new_tokens"], found["flags"]["seed"]) == (77, 0)
+        assert found["scores"]["0,1"]["few"]["mean"] == mean
+        out, err = capsys.readouterr()
+        assert err.startswith(f"eval.py: {own}--max_new_tokens=77 --reward='' as in the run")
+        assert out.endswith(f"\nresults in {tmp_path}/out\n")
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
@@ -286,14 +303,6 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     assert texts[::4] != texts[1::4], "each sample of a problem has a seed of its own"
 
 
-def test_an_evaluation_keeps_of_a_response_what_the_verifier_reads(tmp_path, monkeypatch):
-    Scripted(monkeypatch, lambda *_: ("x" * 9999 + "\\boxed{7}", 5, False))
-    run(tmp_path / "out", "--benchmarks", write_problems(tmp_path / "few.jsonl", 5))
-    rows = evaluation.Journal(tmp_path / "out" / "samples.jsonl").rows.values()
-    assert len(rows) == 40 and all(len(repr(row)) < journal.TAIL + 500 for row in rows)
-    assert all(len(row["response"]) > 9999 for row in read_rows(tmp_path / "out/samples.jsonl"))
-
-
 # ------------------------------------------------------------------------------------ the verifier
 
 
@@ -321,7 +330,7 @@ def judged(model: str, prompt: str, noise: random.Random):
     if model == "tiny":
         number = int(prompt.split("\n")[0].removeprefix("problem "))
         answer = f"\\boxed{{{7 if number == 0 else 100 + number}}}"
-        return "x" * 5000 + "<|endoftext|><think>" + answer + " \n" * journal.TAIL, 10, False
+        return "x" * 5000 + "<|endoftext|><think>" + answer + " \n" * evaluation.TAIL, 10, False
     number = int(prompt.split("problem ")[-1].split("\n")[0])
     return ["never asked", "A", "B", "C", "who knows"][number], 1, False
 
@@ -355,7 +364,7 @@ def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, ca
         assert "<reference_answer>\n7\n</reference_answer>" in prompt
         tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
         # Special tokens that a response spells are broken: they could end the verifier's turn.
-        assert len(tail) == journal.TAIL + 1 and "x< |endoftext|><think>\\boxed{10" in tail[-40:]
+        assert len(tail) == evaluation.TAIL + 1 and "x< |endoftext|><think>\\boxed{10" in tail[-40:]
         assert prompt.endswith("no thinking")
     text = (tmp_path / "out" / "table.md").read_text()
     assert "| training | rule | 20.00 | 20.00 |" in text

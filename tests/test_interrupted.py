@@ -101,18 +101,21 @@ def count(monkeypatch, owner, name: str, number: int, happens) -> list:
     ],
 )
 def test_interrupted_equals_uninterrupted(
-    whole, tmp_path, monkeypatch, program, name, number, happens, steps
+    whole, tmp_path, monkeypatch, capsys, program, name, number, happens, steps
 ):
     """Amid the responses or the rewards of a program, after so many whole steps.
 
     It is left at the next response, not at its rollout's end. No whole step and no response of an
-    evaluation is made twice.
+    evaluation is made twice. What is missing is said, and the signals are given back.
     """
     output, owner = tmp_path / "run", stapo if program == "run" else evaluation.rollout
     seen = count(monkeypatch, owner, name, number, happens)
     with pytest.raises(SystemExit) as end:
         start(program, output)
     assert (end.value.code == 130) == (happens is stop)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    said = f"stopped after step {steps} of 1, before its evaluation; continue"
+    assert (said in capsys.readouterr().out) == (program == "evaluated")
     assert number <= len(seen) < (number + 1 if name == "load_reward" else (steps + 1) * 12)
     assert [path.name for path in checkpoints(output)] == ["step_000001"] * steps
     if program != "run":

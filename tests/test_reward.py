@@ -333,6 +333,18 @@ def test_a_reward_that_takes_a_column_out_finds_it_in_the_next_response(tmp_path
     assert [reward(text, problem) for text in "565"] == [1, 0, 1]
 
 
+def test_worker_processes_of_a_reward_find_its_module(tmp_path):
+    """As they start on macOS. A file with the name of one of this project's does not replace it."""
+    own = "import multiprocessing\ndef work(text): return len(text)\ndef f(text, row):\n"
+    own += "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+    own += "        return pool.apply_async(work, [text]).get(timeout=60)\n"
+    (tmp_path / "counted_by_workers.py").write_text(own)
+    assert load_reward(f"{tmp_path}/counted_by_workers.py:f")("four", {"row": {}}) == 4
+    (tmp_path / "reward.py").write_text("def f(text, row): return 2")
+    assert load_reward(f"{tmp_path}/reward.py:f")("", {"row": {}}) == 2
+    assert sys.modules["reward"].load_reward is load_reward
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

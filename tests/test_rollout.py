@@ -1,6 +1,7 @@
 """Prompts, sampling and scoring: against float64, autograd, and the model's own softmax."""
 
 import itertools
+import json
 import math
 import os
 
@@ -130,8 +131,11 @@ def test_responses_fit_in_the_positions():
         models.check_length(config, 24, 41, "--max_new_tokens")
 
 
-def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
-    """Without a tokenizer; without a weight, which transformers would draw at random; quantised."""
+def test_folders_that_cannot_be_used_say_why(random_model, tmp_path, monkeypatch):
+    """Without a tokenizer or template; without a weight, which transformers would draw at random;
+    quantised; with half a file of weights, or a pointer to it; an adapter; NaN as a weight; with
+    several ranks, before the weights are read, layers that FSDP2 does not find.
+    """
     model = random_model()
     weights = model.state_dict()
     del weights["model.norm.weight"]
@@ -140,19 +144,30 @@ def test_folders_that_cannot_be_used_say_why(random_model, tmp_path):
         rollout.load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match=f"{tmp_path}: .* no weights for model.norm.weight"):
         rollout.load_policy(str(tmp_path))
+    with pytest.raises(InputError, match="^--chat_template none.jinja: no text there"):
+        rollout.load_tokenizer(str(TINY), "none.jinja")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for part in (whole[: len(whole) // 2], b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "model.safetensors").write_bytes(part)
+        with pytest.raises(InputError, match=f"{tmp_path}: .* file of weights is no whole one"):
+            rollout.load_policy(str(tmp_path))
+    torch.nn.init.constant_(model.model.norm.weight, math.nan)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="--model: its logits are not finite"):
+        rollout.load_policy(str(tmp_path))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="adapter: no model there, it is an adapter; merge it"):
+        rollout.load_policy(str(tmp_path / "adapter"))
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model.config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"{tmp_path}: .* a quantised model"):
         rollout.load_policy(str(tmp_path))
-
-
-@pytest.mark.parametrize("pad, prompts, largest", [(1, [[5], [9, 104]], 104), (300, [[5]], 300)])
-def test_ids_that_the_model_does_not_have_are_refused(random_model, pad, prompts, largest):
-    """An id of a prompt, or of the padding."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
-    with pytest.raises(InputError, match=rf"--model: .*\b{largest}\b.*\b104\b"):
-        next(sample(random_model(), tokenizer, prompts, max_new_tokens=2))
+    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
+    monkeypatch.setattr(rollout.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rollout.distributed, "all_list", lambda value: [value])
+    with pytest.raises(InputError, match=f"{tmp_path}: GPT2LMHeadModel has no base_model.layers"):
+        rollout.load_policy(str(tmp_path))
 
 
 # -------------------------------------------------------------------------------------- sampling
@@ -464,23 +479,43 @@ def test_column_layouts(tmp_path, row, answer):
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
 
 
-@pytest.mark.parametrize("other", [7, ["1", "2"]])
-def test_texts_beside_other_values_are_refused(tmp_path, other):
-    """`datasets` would read "3.10" as 3.1, and the interval "[2, 5]" as a list of two answers."""
-    rows = [{"problem": str(i), "answer": x} for i, x in enumerate(["[2, 5]", "3.10", other])]
-    file = write_rows(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(InputError, match="column answer has values of several types"):
-        load_problems(file)
+def test_a_text_stays_a_text_and_a_path_is_that_file(tmp_path):
+    """Not a date, not the number 3.1, not a list of two answers; not v2.jsonl, as a pattern is."""
+    answers = ["2024-05-01", "12:30", "3.10", "[2, 5]", "a\u2028b", 7, ["1", "2"]]
+    rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    texts = {"v[2].jsonl": lines, "a::b.jsonl": "\ufeff" + lines, "v?.json": json.dumps(rows)}
+    for name, text in texts.items():
+        write_rows(tmp_path / "v2.jsonl", {"problem": "1+1", "answer": "2"})
+        (tmp_path / name).write_text(text, "utf-8")
+        found = load_problems(str(tmp_path / name))
+        assert [problem["answer"] for problem in found] == [*answers[:5], "7", "1, 2"]
+    Dataset.from_list(rows[:3]).to_parquet(tmp_path / "parts")
+    found = load_problems(str((tmp_path / "parts").rename(tmp_path / "v[2].parquet")))
+    assert [problem["answer"] for problem in found] == answers[:3]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    row = b'{"problem": "1+1", "answer": "2"}\n'
+    for text, message in (
+        (row.replace(b"+", b"\xe9"), "is not text in UTF-8"),
+        (row + row[:9], "line 2 is not JSON"),
+        (b"[\n" + row + b",\n" + row[:9], "line 4 is not JSON"),
+    ):
+        (tmp_path / "rows.json").write_bytes(text)
+        with pytest.raises(InputError, match=f"rows.json: {message}"):
+            load_problems(str(tmp_path / "rows.json"))
 
 
 def test_whole_numbers_beside_decimals_and_nulls_stay_whole(tmp_path):
-    """The reader makes floats of them all; from 2^53 on those have lost digits."""
+    """A table stores floats for them all; from 2^53 on those have lost digits."""
     answers = [72, 0.5, -3, None, 2**53 - 1]
-    rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
-    found = [p["answer"] for p in load_problems(write_rows(tmp_path / "rows.jsonl", *rows))]
+    rows = {"problem": [f"p{i}" for i in range(5)], "answer": [x and float(x) for x in answers]}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
+    found = [p["answer"] for p in load_problems(str(tmp_path / "rows.parquet"))]
     assert found == ["72", "0.5", "-3", str(2**53 - 1)]
-    file = write_rows(tmp_path / "large.jsonl", rows[1], {"problem": "p", "answer": 2**53})
-    with pytest.raises(InputError, match="large.jsonl: row 2 has no answer"):
+    file = write_rows(tmp_path / "large.jsonl", {"problem": "p", "answer": 2.0**53})
+    with pytest.raises(InputError, match="large.jsonl: row 1 has no answer"):
         load_problems(file)
 
 

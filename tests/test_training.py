@@ -402,7 +402,7 @@ def huge(response, row):
         ("--eval_every 1 --eval_benchmarks {folder}/long.jsonl", "--max_new_tokens 40: the longe"),
         ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
         ("--data nowhere.jsonl", "nowhere.jsonl"),
-        ("--data {folder}/torn.jsonl", "torn.jsonl: cannot be read"),
+        ("--data {folder}/torn.jsonl", "torn.jsonl: line 1 is not JSON"),
         ("--data {folder}/hollow.parquet", "hollow.parquet"),
         ("--reward {folder}/own.py:words", "own.py:words: returned 'good'"),
         ("--reward {folder}/own.py:missing", "KeyError('none') at {folder}/own.py, line 6"),
