@@ -14,10 +14,8 @@ An evaluation has five parts, in the order of this file:
 
 A stored response has the fingerprint of what it was made from: problem, right answer, prompt,
 weights and decoding. A verdict has one of the judge's prompt and the verifier's weights. A row with
-another fingerprint stays in its file and is not used.
-
-After the model is loaded, Ctrl-C, SIGTERM or SIGHUP ends the program within a few tokens, with exit
-status 130. After a stop or a crash the same command continues, on any number of ranks.
+another fingerprint is not used. After a stop (Ctrl-C, SIGTERM or SIGHUP, exit status 130) or a
+crash the same command continues, on any number of ranks.
 """
 
 import itertools
@@ -75,18 +73,14 @@ DECODINGS: Decodings = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}
 
 @dataclass
 class EvalConfig:
-    """All flags of eval.py. The defaults are the paper's setup (appendix), except the verifier.
-
-    The paper's verifier is `--verifier opencompass/CompassVerifier-3B`. The default is none.
-    """
+    """All flags of eval.py. The defaults are the paper's setup (appendix), but for the verifier."""
 
     model: str = field(metadata={"help": "Hub id or local folder of a causal LM"})
     benchmarks: list[str] = flag(
         [b.key for b in BENCHMARKS], "names (from the Hub), or files; DIR/aime24.jsonl is AIME24"
     )
     decoding: list[str] = flag(
-        list(DECODINGS),
-        "training (1.0,1.0), justrl (0.7,0.9), or temperature,top-p; 0,1 is greedy",
+        list(DECODINGS), "training (1.0,1.0), justrl (0.7,0.9), or temperature,top-p; 0,1: greedy"
     )
     samples: int = flag(0, "responses to each problem (0: the benchmark's own; greedy takes 1)")
     limit: int = flag(0, "number of problems of each benchmark, its first (0: all)")
@@ -98,7 +92,7 @@ class EvalConfig:
         "", "file with a chat template; none: no template; empty: the tokenizer's own"
     )
     reward: str = flag("", "FILE.py:FUNCTION grades all but the six benchmarks: above 0 is right")
-    verifier: str = flag("", "causal LM that judges what the rule refused (empty: none)")
+    verifier: str = flag("", "judges what the rule refused (paper: opencompass/CompassVerifier-3B)")
     output: str = flag("", "directory of the results (empty: runs/eval-<model>)")
 
 
@@ -249,10 +243,9 @@ def grade(journal: Journal, problems: dict[Key, dict], reward: Reward) -> dict[K
 def evaluate(
     model: Model, tokenizer: Tokenizer, suite: Suite, path: Path, cfg: Any, reward: Reward
 ) -> dict[str, dict]:
-    """Evaluate a model in memory under the training decoding: {benchmark: scores}.
+    """Evaluate a model during training, under the training decoding: {benchmark: scores}.
 
-    stapo.py calls it during training. path: the journal's file. Every rank calls this and gets the
-    scores. Raises RewardError and Stopped, each on every rank.
+    path: the journal's file. Every rank gets the scores. Raises RewardError and Stopped on each.
     """
     decodings = {"training": DECODINGS["training"]}
     problems = problems_by_key(suite, decodings, tokenizer, cfg)

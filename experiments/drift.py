@@ -15,7 +15,7 @@ from reward import is_correct
 STEPS, LONG = 130, 300
 FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028
     --reward experiments/drift.py:nine_of_ten --save_every 0 --log_samples 0"""
-HELD_OUT = "--benchmarks tests/tiny/test.jsonl --instruction= --max_new_tokens 80 --samples 4"
+HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 4"
 SIX = {"STAPO": "stapo", "JustRL": "justrl"}  # seeds
 THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}
 THREE |= {"FullMask": "full-mask", "random candidates": "random"}

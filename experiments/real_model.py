@@ -21,8 +21,8 @@ sys.path.insert(0, str(runs.ROOT / "scripts"))
 from rewards import one_sentence  # noqa: E402
 
 RECIPE = "@recipes/smollm2-135m-cpu --eval_every 0 --log_samples 128"
-HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl --samples 4 --max_new_tokens 24
-    --instruction "Answer in one short sentence." --reward scripts/rewards.py:one_sentence"""
+HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl --samples 4
+    --reward scripts/rewards.py:one_sentence"""
 ARMS = {"STAPO": "stapo --q 0.5", "JustRL": "justrl", "highest entropy": "high-entropy --q 0.5"}
 COLUMNS = {"entropy, first three": ".2f", "entropy, last ten": ".2f", "rise": ".2f"}
 COLUMNS |= {"rare, %": ".2f", "silenced, %": ".3f", "clip_high, %": ".2f", "cut off, %": ".1f"}

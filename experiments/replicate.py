@@ -28,7 +28,7 @@ RATES = {"half the rate": "1.5e-4", "twice the rate": "6e-4", "four times the ra
 SETTINGS |= {rate: f"--lr {lr}" for rate, lr in RATES.items()}
 FLAGS = """@tests/tiny/args --model {base} --data {base}/train.jsonl
     --steps 25 --save_every 0 --log_samples 0"""
-HELD_OUT = "--benchmarks {base}/test.jsonl --instruction= --max_new_tokens 80 --samples 4"
+HELD_OUT = "--benchmarks {base}/test.jsonl --samples 4"
 SPANS = ("5 to 10", "10 to 20", "last five", "held out, T = 1", "held out, T = 0.7")
 CURVES = ("accuracy", "entropy", "silenced_fraction", "sampling_gap")
 
@@ -120,9 +120,7 @@ def report_masks(lines: Lines) -> str:
 def report_rates(lines: Lines) -> str:
     rows = rows_of(lines)
     gaps = {rate: minus(rows, row("JustRL", rate), row("STAPO", rate)) for rate in RATES}
-    tables = [f"{rate}:\n\n{themselves(lines, rate)}" for rate in RATES]
-    more = {"entropy, ratio": "mean .2f"}
-    return "\n\n".join([*tables, differences(gaps, lines, "rates", more)])
+    return differences(gaps, lines, "rates", {"entropy, ratio": "mean .2f"})
 
 
 def report_noise(lines: Lines) -> str:
