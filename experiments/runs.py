@@ -237,6 +237,8 @@ def resolved(columns: Sequence[str], rows: Rows) -> str:
         for row, runs in rows.items()
         for key in columns
     }
+    if not tests:
+        return ""
     found: dict[str, list[str]] = {row: [] for row in rows}
     for rank, (row, key) in enumerate(sorted(tests, key=tests.get)):
         if tests[row, key] >= 0.05 / (len(tests) - rank):
@@ -288,12 +290,8 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--table", action="store_true", help="make no runs")
     parser.add_argument("--figure", type=Path, help="draw this file from the results")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=ROOT / "experiments" / "results" / f"{name}.jsonl",
-        help="file of the lines; a run that is made again replaces its line",
-    )
+    committed = ROOT / "experiments" / "results" / f"{name}.jsonl"
+    parser.add_argument("--results", type=Path, default=committed, help="file of the lines")
     return parser
 
 

