@@ -208,9 +208,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-# ------------------------------------------------------- evaluations, and clocks that are not equal
-
-
 # ------------------------------------------------------------------------------- a rank that fails
 
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ import pytest
 import torch
 from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights
 from ranks import begin, launch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
 import eval as evaluation
 import rollout
@@ -167,29 +166,12 @@ def test_samples_are_what_the_model_said(finished):
         assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
-def test_help_has_the_flags_in_sections(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
-        stapo.main(["--help"])
-    about, _, flags = capsys.readouterr().out.partition("options:")
-    assert "@FILE" in about and "--resume DIR" in about
-    found = re.findall(r"^([a-z ]+):\n  --(\w+)", flags, re.MULTILINE)
-    sections = {"data": "model", "objective": "method", "one step": "steps"}
-    sections |= {"memory and files": "rollout_batch_size", "evaluation": "eval_every"}
-    assert dict(found) == sections and list(dict(found)) == list(sections)
-
-
 # --------------------------------------------------------------------------- saving and stopping
 
 
-def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
-    """The newest two stay, and what a user copied. Tied weights are in them once.
-
-    --threads reaches torch.
-    """
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2 --threads 3")
-    assert threads[-1] == 3
+def test_checkpoints_every_few_steps(tmp_path):
+    """The newest two stay, and what a user copied. Tied weights are in them once."""
+    run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2")
     folders = checkpoints(tmp_path / "run")
     assert [step_of(folder) for folder in folders] == [4, 5]
     assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size
@@ -200,7 +182,7 @@ def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
-    """By plain generate: a response ends at the chat template's end of turn, here a brace.
+    """Its stop ids have the chat template's end of turn, here a brace.
 
     The tiny model's own settings are temperature 0.6, top_k 20, top_p 0.95 and one stop id.
     """
@@ -218,14 +200,6 @@ def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
     wanted = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     assert json.loads(held) == json.loads(held) | wanted | {"eos_token_id": [0, brace]}
     assert later == held
-    plain = AutoModelForCausalLM.from_pretrained(first)
-    prompt = torch.tensor([tokenizer("Q: 12-4+20=?\n").input_ids] * 32)
-    torch.manual_seed(0)
-    made = plain.generate(prompt, max_new_tokens=40)[:, prompt.shape[1] :]
-    ended = (made == brace).cumsum(1) > 0
-    assert ended.any(1).sum() > 8
-    after = ended & (made != brace)
-    assert (made[after] == tokenizer.pad_token_id).all()
 
 
 def test_repeated_signals_are_one_wish():
@@ -239,18 +213,6 @@ def test_repeated_signals_are_one_wish():
     stop.listen()
     os.kill(os.getpid(), signal.SIGHUP)
     assert not stop.asked
-
-
-def test_a_time_limit_ends_the_process_that_a_reward_forks():
-    stopping.stop.listen()
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    child.start()
-    child.join(0.5)  # Python runs the hooks of a fork
-    child.terminate()
-    child.join(10)
-    code = child.exitcode
-    child.kill()
-    assert code == -signal.SIGTERM
 
 
 def train_unread(output: Path) -> None:
@@ -401,18 +363,6 @@ def own(tmp_path):
     return tmp_path
 
 
-def test_a_reward_of_the_users_own_gets_the_row(own):
-    run(own / "run", f"--data {own}/problems.jsonl --reward {own}/own.py:length --log_samples 16")
-    samples = read_rows(own / "run" / "samples.jsonl")
-    for row in samples:
-        scale = 10 * int(row["problem"][3:-4])
-        assert row["reward"] == pytest.approx(len(row["response"]) / scale) and row["gold"] == ""
-    assert len({row["reward"] for row in samples}) > 4
-    line = read_rows(own / "run" / "metrics.jsonl")[0]
-    first = [row["reward"] for row in samples if row["step"] == 1]
-    assert line["reward"] == pytest.approx(sum(first) / 16)
-
-
 def test_a_run_goes_on_with_a_reward_that_was_mended(own, capsys):
     """The reward fails in step 2: step 1 is saved, and nothing that was trained is lost."""
     flags = f"--data {own}/problems.jsonl --reward {own}/own.py:length"
@@ -459,12 +409,6 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monk
     free[0] -= 1
     with pytest.raises(InputError, match="27.5 GB of each GPU, and 27.5 GB are free"):
         distributed.check_memory(str(tmp_path))
-
-
-def test_windows_is_refused_in_one_line():
-    code = "import sys; sys.platform = 'win32'; import support"
-    command, options = [sys.executable, "-c", code], {"cwd": ROOT, "stderr": -1, "text": True}
-    assert re.fullmatch("STAPO runs on Linux and .*\n", subprocess.run(command, **options).stderr)
 
 
 def test_a_head_that_does_more_is_refused(random_model, monkeypatch):
