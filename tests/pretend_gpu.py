@@ -10,9 +10,7 @@ CUDA graphs, NCCL, or CUDA's own attention kernels. It needs g++ and a build of 
 import contextlib
 import ctypes
 import functools
-import hashlib
 import importlib.util
-import os
 import runpy
 import subprocess
 import sys
@@ -50,18 +48,14 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 
 def load_guard() -> None:
-    """Compile GUARD once for each build of torch, and load it: before torch itself."""
+    """Compile GUARD and load it: before torch itself."""
     home = Path(importlib.util.find_spec("torch").origin).parent
-    key = hashlib.sha256(f"{GUARD}{home}".encode()).hexdigest()[:12]
-    library = Path(tempfile.gettempdir(), f"pretend_gpu_{os.getuid()}_{key}.so")
-    if not library.exists():
-        part = f"{library}.{os.getpid()}"
-        flags = f"-shared -fPIC -std=c++20 -I{home}/include -x c++ - -o {part}"
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"-shared -fPIC -std=c++20 -I{home}/include -x c++ - -o {folder}/guard.so"
         link = f"-L{home}/lib -Wl,-rpath,{home}/lib -lc10 -ltorch_cpu"
         command = ["g++", *flags.split(), *link.split()]
         subprocess.run(command, input=GUARD, text=True, check=True)
-        Path(part).rename(library)
-    ctypes.CDLL(str(library))
+        ctypes.CDLL(f"{folder}/guard.so")
 
 
 load_guard()

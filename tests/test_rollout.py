@@ -331,18 +331,12 @@ def test_a_model_in_training_mode_is_not_sampled_from(family, tokenizer):
 
 @BOTH_PATHS
 def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
-    """Two samplers of one model are advanced in turn, and in between the caller trains.
-
-    The caller leaves the first of them, and the second one fails.
-    """
+    """Two samplers of one model are advanced in turn, and in between the caller trains."""
     model, prompts = make_family(family), random_prompts(9, 5)
     options = {"max_new_tokens": 40, "batch_size": 3}
 
     def state() -> tuple:
         return model.generation_config, torch.is_inference_mode_enabled()
-
-    def fail(*_):
-        raise ZeroDivisionError
 
     before = state()
     first, second = (sample(model, tokenizer, prompts, **options) for _ in "ab")
@@ -351,10 +345,6 @@ def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
         assert state() == before
         model(torch.tensor([[5, 6]])).logits.sum().backward()
     first.close()
-    assert state() == before
-    model.register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        next(second)
     assert state() == before
 
 
