@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights
-from ranks import begin, launch
+from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights, write_rows
+from ranks import begin
 from transformers import Qwen3Config
 
 import eval as evaluation
@@ -308,21 +308,14 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     assert said in capsys.readouterr().err
 
 
-def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monkeypatch):
+def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path):
     """Its weights are made again, too: on a GPU these may differ in rounding.
 
     What a crash tore is cut off, and the flags of the run may be repeated. Lines before that stay,
-    whatever characters they have. The checkpoint of a step is there before its evaluation begins.
+    whatever characters they have.
     """
     flags, whole = evaluated
     output = shutil.copytree(whole, tmp_path / "run")
-    saved, evaluate = [], evaluation.evaluate
-
-    def evaluate_after_saving(*args):
-        saved.append(step_of(checkpoints(output)[-1]))
-        return evaluate(*args)
-
-    monkeypatch.setattr(evaluation, "evaluate", evaluate_after_saving)
     made = read_rows(output / "evaluations" / "step_000001.jsonl")
     stale = "".join(json.dumps(row | {"response": "stale"}) + "\n" for row in made)
     for name in ("step_000002.jsonl", "step_000002.rank1.jsonl"):
@@ -336,7 +329,7 @@ def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monk
             file.writelines(json.dumps({"step": 2, **row}) + "\n" for row in ({"eval": {}}, {}))
             file.write('{"step": 1, "acc')
     stapo.main(f"{FLAGS} {flags} --resume {output} --steps 2".split())
-    assert saved == [2] and [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
+    assert [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
     rows = [json.loads(line) for line in samples.read_text("utf-8").split("\n")[:-1]]
     assert rows[:8] == odd and [row["step"] for row in rows[8:]] == [2] * 8
     made = read_rows(output / "evaluations" / "step_000002.jsonl")
@@ -348,47 +341,30 @@ def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monk
 # -------------------------------------------------------------------------------- own rewards
 
 
-REWARDS = """
-def length(response, row):
-    return len(response) / row["scale"]
-"""
+REWARD = "def length(response, row):\n    return len(response) / row['scale']\n"
 
 
-@pytest.fixture
-def own(tmp_path):
-    """A reward file, and problems without answers but with a column of their own."""
-    (tmp_path / "own.py").write_text(REWARDS)
+def test_a_run_goes_on_with_a_reward_that_was_mended(tmp_path, capsys):
+    """The reward fails in step 2: step 1 is saved, and nothing that was trained is lost.
+
+    Problems without answers, but with a column that the reward reads.
+    """
     problems = [{"problem": f"Q: {i}+1=?", "scale": 10 * i} for i in range(1, 7)]
-    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    return tmp_path
-
-
-def test_a_run_goes_on_with_a_reward_that_was_mended(own, capsys):
-    """The reward fails in step 2: step 1 is saved, and nothing that was trained is lost."""
-    flags = f"--data {own}/problems.jsonl --reward {own}/own.py:length"
-    (own / "own.py").write_text(
-        "calls = []\n\ndef length(response, row):\n    calls.append(1)\n"
-        "    return len(response) / row['scale'] if len(calls) <= 16 else 1 / 0\n"
-    )
-    with pytest.raises(SystemExit, match=r"ZeroDivisionError.*own.py, line 5"):
-        run(own / "run", flags)
-    assert f"--resume {own}/run" in capsys.readouterr().out
-    (own / "own.py").write_text(REWARDS)
-    stapo.main(f"--resume {own}/run".split())
-    (own / "moved").mkdir()
-    moved = shutil.move(own / "own.py", own / "moved" / "own.py")
-    stapo.main(f"--resume {own}/run --steps 3 --reward {moved}:length".split())
-    assert [line["step"] for line in lines(own / "run")] == [1, 2, 3]
-
-
-def test_a_reward_that_exits_with_a_text_on_one_rank_ends_the_job(own):
-    """That rank says it, and waits for no other rank."""
-    text = "import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit('no table here')\n"
-    (own / "own.py").write_text(text + REWARDS)
-    flags = f"{FLAGS} --output {own}/run --data {own}/problems.jsonl --reward {own}/own.py:length"
-    assert all(launch(stapo.main, 2, own / "log", flags.split(), timeout=60))
-    said = (own / "log.1").read_text()
-    assert said.endswith("stapo.py: no table here (rank 1)\n") and "Traceback" not in said
+    data, own = write_rows(tmp_path / "problems.jsonl", *problems), tmp_path / "own.py"
+    failing = REWARD.replace("return", "calls.append(1)\n    return 1 / (len(calls) <= 16) *")
+    own.write_text(f"calls = []\n{failing}")
+    with pytest.raises(SystemExit, match=r"ZeroDivisionError.*own.py, line 4"):
+        run(tmp_path / "run", f"--data {data} --reward {own}:length")
+    assert f"--resume {tmp_path}/run" in capsys.readouterr().out
+    own.write_text(REWARD)
+    stapo.main(f"--resume {tmp_path}/run".split())
+    (tmp_path / "moved").mkdir()
+    moved = shutil.move(own, tmp_path / "moved" / "own.py")
+    stapo.main(f"--resume {tmp_path}/run --steps 3 --reward {moved}:length".split())
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    for row in read_rows(tmp_path / "run" / "samples.jsonl"):
+        scale = 10 * int(row["problem"][3:-4])
+        assert row["reward"] == pytest.approx(len(row["response"]) / scale) and row["gold"] == ""
 
 
 # ----------------------------------------------------------------- what is refused, what is said

@@ -181,13 +181,3 @@ def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected):
         names = "gradients.png quadrants.md responses.html".split()
         assert sorted(path.name for path in out.iterdir()) == names
     assert tokens.parse(["--model", "a/b"]).output == "runs/tokens-a-b"
-
-
-def test_without_a_right_answer_a_response_is_printed(tmp_path, capsys):
-    (tmp_path / "own.py").write_text("def same(response, row):\n    return -1.0\n")
-    small = f"--reward {tmp_path}/own.py:same --batch_size 4 --mini_batch_size 4"
-    out = look(tmp_path / "out", small)
-    said = capsys.readouterr().out
-    assert "accuracy 0, zero_advantage_fraction 1," in said and "nothing to draw" in said
-    assert re.search(r"--- step 1, wrong \(the answer is -?\d+\): Q: .+\n.+\n", said)
-    assert not list(out.iterdir())
