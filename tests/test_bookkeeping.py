@@ -287,7 +287,7 @@ def evaluated(tmp_path_factory):
     return flags, folder / "run"
 
 
-def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_path, capsys):
+def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_path):
     flags, whole = evaluated
     log = read_rows(whole / "metrics.jsonl")
     assert [line["step"] for line in log] == [0, 1, 1] and set(log[0]) == {"step", "eval"}
@@ -300,12 +300,8 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     output = shutil.copytree(whole, tmp_path / "first")  # the one before step 1 needs no checkpoint
     shutil.rmtree(output / "checkpoints")
     (output / "metrics.jsonl").write_text(json.dumps(log[0]) + "\n")
-    capsys.readouterr()
     stapo.main(["--resume", str(output)])
     assert lines(output) == lines(whole)
-    said = f"six {score['mean']:.1f} ± {score['standard_error']:.1f} (6 problems)"
-    said = f"evaluation after step 1, in percent ± standard error: {said}\n"
-    assert said in capsys.readouterr().err
 
 
 def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path):
@@ -415,9 +411,7 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     assert len(steps) == 3 and steps[-1] == ""
     assert "\r" not in said and "--- step 1, " in out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["versions"] == versions.installed() and set(config["versions"]) == {
-        "torch", "transformers", "datasets", "tqdm"
-    }  # fmt: skip
+    assert config["versions"] == versions.installed()
     now = [0.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])

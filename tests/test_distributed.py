@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 import stapo
 from support import distributed
-from support.distributed import device  # in its module a fixture replaces it
 from support.run_folder import checkpoints
 
 
@@ -129,12 +128,6 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     again = ["--resume", str(tmp_path / "2")]  # both ranks know that nothing is left to evaluate
     assert launch(stapo.main, 2, tmp_path / "log", again, timeout=60) == [0, 0]
     assert lines(tmp_path / "2") == two
-
-
-def test_each_rank_of_a_host_has_a_gpu_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert device() == torch.device("cuda", 3)
 
 
 def test_counts_are_summed_exactly():

@@ -371,7 +371,6 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
         ("--batch_size 5", "--batch_size 5: not a multiple of --mini_batch_size 2"),
         ("--max_prompt_tokens 1", "--max_prompt_tokens 1"),
         ("--model no/such/model", "no/such/model: no tokenizer"),
-        ("--model {folder}/no_weights", "no_weights: no model there"),
         # before the weights are asked for
         ("--model {folder}/shell --max_new_tokens 4090", "--max_new_tokens 4090: the longest"),
         ("--eval_every 1 --eval_benchmarks {folder}/long.jsonl", "--max_new_tokens 40: the longe"),
@@ -381,8 +380,7 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
 )
 def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys, flags, names):
     (tmp_path / "torn.jsonl").write_text('{"problem": "1+1", "ans')
-    for name in ("no_weights", "shell"):
-        tokenizer.save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / "shell")
     shutil.copy(TINY / "config.json", tmp_path / "shell")
     write_rows(tmp_path / "long.jsonl", {"problem": "1+" * 5000, "answer": "2"})
     message = refused(capsys, f"{FLAGS} --output {tmp_path}/run {flags.format(folder=tmp_path)}")
