@@ -1,7 +1,6 @@
 """What several test files share: runs of stapo.py, their records, mini-batches, models, pages."""
 
 import csv
-import errno
 import json
 import os
 import re
@@ -101,18 +100,6 @@ def refused(capsys, argv: str) -> str:
         stapo.main(argv.split())
     assert stop.value.code not in (0, None)
     return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
-
-
-def fill_disk(monkeypatch, name: str) -> None:
-    """From here on nothing can be appended to files of this name."""
-    real = Path.open
-
-    def full(self, mode="r", *args, **options):
-        if mode == "a" and self.name == name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(self, mode, *args, **options)
-
-    monkeypatch.setattr(Path, "open", full)
 
 
 def padded(rows, mask):

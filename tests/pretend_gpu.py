@@ -10,9 +10,7 @@ CUDA graphs, NCCL, or CUDA's own attention kernels. It needs g++ and a build of 
 import contextlib
 import ctypes
 import functools
-import hashlib
 import importlib.util
-import os
 import runpy
 import subprocess
 import sys
@@ -30,8 +28,6 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device exchangeDevice(c10::Device) const override { return gpu(); }
   c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
-      const override {}
 };
 static Guard guard;
 static c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, &guard);
@@ -44,9 +40,7 @@ struct CUDAHooks : CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }
@@ -54,29 +48,21 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 
 def load_guard() -> None:
-    """Compile GUARD once for each build of torch, and load it: before torch itself."""
+    """Compile GUARD and load it: before torch itself."""
     home = Path(importlib.util.find_spec("torch").origin).parent
-    key = hashlib.sha256(f"{GUARD}{home}".encode()).hexdigest()[:12]
-    library = Path(tempfile.gettempdir(), f"pretend_gpu_{os.getuid()}_{key}.so")
-    if not library.exists():
-        part = f"{library}.{os.getpid()}"
-        flags = f"-shared -fPIC -std=c++20 -I{home}/include -x c++ - -o {part}"
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"-shared -fPIC -std=c++20 -I{home}/include -x c++ - -o {folder}/guard.so"
         link = f"-L{home}/lib -Wl,-rpath,{home}/lib -lc10 -ltorch_cpu"
         command = ["g++", *flags.split(), *link.split()]
         subprocess.run(command, input=GUARD, text=True, check=True)
-        Path(part).rename(library)
-    ctypes.CDLL(str(library))
+        ctypes.CDLL(f"{folder}/guard.so")
 
 
-if "torch" not in sys.modules:
-    load_guard()
+load_guard()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
-from torch.utils._python_dispatch import (  # noqa: E402
-    TorchDispatchMode,
-    return_and_correct_aliasing,
-)
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 aten, GPU = torch.ops.aten, torch.device("cuda", 0)
 
@@ -104,9 +90,6 @@ class OnGPU(torch.Tensor):
     def untyped_storage(self):
         return self.numbers.untyped_storage()
 
-    def data_ptr(self):
-        return self.numbers.data_ptr()
-
 
 class Everywhere(TorchDispatchMode):
     """Sees operations without a tensor on the GPU too: those that make one there."""
@@ -131,7 +114,6 @@ def wide_sum(total, left, right, out_dtype, *, out):
 CUDA_ONLY = {aten.mm.dtype: wide_product, aten.addmm.dtype_out: wide_sum}
 MOVES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-INDEXING += (aten._index_put_impl_.default,)
 TAKE_NUMBERS = (*INDEXING, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 
 
@@ -141,10 +123,9 @@ class Facts:
     def __init__(self, func):
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.composed = has_kernel(func.name(), "CompositeImplicitAutograd")
-        arguments, returns = func._schema.arguments, func._schema.returns
+        arguments = func._schema.arguments
         self.names = [a.name for a in arguments]
         self.written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
-        self.view = any(r.alias_info and not r.alias_info.is_write for r in returns)
         self.takes_numbers = torch.Tag.pointwise in func.tags or func in TAKE_NUMBERS
 
 
@@ -158,7 +139,7 @@ def tensors_in(value) -> list:
 def refuse_mixtures(func, args, kwargs, tensors) -> None:
     """CUDA refuses CPU tensors, but as indices and, unwritten, as numbers without a dimension."""
     on_gpu = [isinstance(x, OnGPU) for x in tensors]
-    if all(on_gpu) or not any(on_gpu) or func in MOVES or func.namespace == "c10d":
+    if all(on_gpu) or not any(on_gpu) or func in MOVES:
         return
     known = facts(func)
     for name, value in (dict(zip(known.names, args)) | kwargs).items():
@@ -183,12 +164,9 @@ def dispatch(func, types, args, kwargs, mode=None):
         if parts is not NotImplemented:
             return parts
     refuse_mixtures(func, args, kwargs, tensors)
-    if facts(func).view and torch.is_inference_mode_enabled() and not tensors[0].is_inference():
-        with torch.inference_mode(False):  # the view of a tensor that autograd knows is one too
-            return OnGPU.__torch_dispatch__(func, types, args, kwargs)
     plain_args, plain = pytree.tree_map_only(OnGPU, lambda x: x.numbers, (args, kwargs))
     if device is not None:
-        plain["device"] = "meta" if device == "meta" else "cpu"
+        plain["device"] = "cpu"
     out = CUDA_ONLY.get(func, func)(*plain_args, **plain)
     if func is aten._to_copy.default and id(out) in gpu:
         out = out.clone()  # a move makes a copy
@@ -196,12 +174,9 @@ def dispatch(func, types, args, kwargs, mode=None):
     if func is aten._local_scalar_dense.default or not (from_gpu or func is aten.copy_.default):
         return out
     known = gpu | {id(x): x for x in tensors if not isinstance(x, OnGPU)}
-    result = pytree.tree_map_only(
+    return pytree.tree_map_only(
         torch.Tensor, lambda x: known[id(x)] if id(x) in known else OnGPU(x), out
     )
-    if any(x.shape != x.numbers.shape or x.stride() != x.numbers.stride() for x in gpu.values()):
-        return return_and_correct_aliasing(func, args, kwargs, result)  # unsqueeze_ and the like
-    return result
 
 
 class Stream:
@@ -217,12 +192,6 @@ class Stream:
             raise AttributeError(name)
         return lambda *_, **__: self
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
 
 def install() -> None:
     """From here on torch.cuda finds one GPU."""
@@ -231,7 +200,6 @@ def install() -> None:
     answers |= {"mem_get_info": (60 * 10**9, 80 * 10**9), "_is_in_bad_fork": False}
     answers |= {"get_device_name": "pretended", "get_device_capability": (9, 0)}
     answers |= {"current_stream": Stream(), "default_stream": Stream(), "_lazy_init": None}
-    answers |= {"is_current_stream_capturing": False, "manual_seed_all": None}
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
         answers[name] = None
     for name, answer in answers.items():

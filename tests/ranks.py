@@ -208,9 +208,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-# ------------------------------------------------------- evaluations, and clocks that are not equal
-
-
 # ------------------------------------------------------------------------------- a rank that fails
 
 
@@ -220,14 +217,15 @@ def fail_in(place: str, folder: Path) -> None:
     One rank fails in one of the places, or the flags are wrong.
     """
 
+    errors = {"update": ConnectionError, "reward_all": SystemExit}  # sys.exit("...") of a reward
+
     def fail(*args, **options):
-        error = ConnectionError if place == "update" else InputError
-        raise error(f"a failure in the {place}")
+        raise errors.get(place, InputError)(f"a failure in the {place}")
 
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
     if place == "model" and os.environ["RANK"] == "0":
         rollout.load_model = fail
-    if os.environ["RANK"] == "1" and place in ("update", "load_reward"):
+    if os.environ["RANK"] == "1" and place in ("update", "load_reward", "reward_all"):
         setattr(stapo, place, fail)
     stapo.main(
         f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 6

@@ -2,7 +2,6 @@
 
 import io
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights
-from ranks import begin, launch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights, write_rows
+from ranks import begin
+from transformers import Qwen3Config
 
 import eval as evaluation
 import rollout
@@ -167,29 +166,12 @@ def test_samples_are_what_the_model_said(finished):
         assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
-def test_help_has_the_flags_in_sections(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
-        stapo.main(["--help"])
-    about, _, flags = capsys.readouterr().out.partition("options:")
-    assert "@FILE" in about and "--resume DIR" in about
-    found = re.findall(r"^([a-z ]+):\n  --(\w+)", flags, re.MULTILINE)
-    sections = {"data": "model", "objective": "method", "one step": "steps"}
-    sections |= {"memory and files": "rollout_batch_size", "evaluation": "eval_every"}
-    assert dict(found) == sections and list(dict(found)) == list(sections)
-
-
 # --------------------------------------------------------------------------- saving and stopping
 
 
-def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
-    """The newest two stay, and what a user copied. Tied weights are in them once.
-
-    --threads reaches torch.
-    """
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2 --threads 3")
-    assert threads[-1] == 3
+def test_checkpoints_every_few_steps(tmp_path):
+    """The newest two stay, and what a user copied. Tied weights are in them once."""
+    run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2")
     folders = checkpoints(tmp_path / "run")
     assert [step_of(folder) for folder in folders] == [4, 5]
     assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size
@@ -200,7 +182,7 @@ def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
-    """By plain generate: a response ends at the chat template's end of turn, here a brace.
+    """Its stop ids have the chat template's end of turn, here a brace.
 
     The tiny model's own settings are temperature 0.6, top_k 20, top_p 0.95 and one stop id.
     """
@@ -218,14 +200,6 @@ def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
     wanted = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     assert json.loads(held) == json.loads(held) | wanted | {"eos_token_id": [0, brace]}
     assert later == held
-    plain = AutoModelForCausalLM.from_pretrained(first)
-    prompt = torch.tensor([tokenizer("Q: 12-4+20=?\n").input_ids] * 32)
-    torch.manual_seed(0)
-    made = plain.generate(prompt, max_new_tokens=40)[:, prompt.shape[1] :]
-    ended = (made == brace).cumsum(1) > 0
-    assert ended.any(1).sum() > 8
-    after = ended & (made != brace)
-    assert (made[after] == tokenizer.pad_token_id).all()
 
 
 def test_repeated_signals_are_one_wish():
@@ -239,18 +213,6 @@ def test_repeated_signals_are_one_wish():
     stop.listen()
     os.kill(os.getpid(), signal.SIGHUP)
     assert not stop.asked
-
-
-def test_a_time_limit_ends_the_process_that_a_reward_forks():
-    stopping.stop.listen()
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    child.start()
-    child.join(0.5)  # Python runs the hooks of a fork
-    child.terminate()
-    child.join(10)
-    code = child.exitcode
-    child.kill()
-    assert code == -signal.SIGTERM
 
 
 def train_unread(output: Path) -> None:
@@ -325,7 +287,7 @@ def evaluated(tmp_path_factory):
     return flags, folder / "run"
 
 
-def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_path, capsys):
+def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_path):
     flags, whole = evaluated
     log = read_rows(whole / "metrics.jsonl")
     assert [line["step"] for line in log] == [0, 1, 1] and set(log[0]) == {"step", "eval"}
@@ -338,29 +300,18 @@ def test_evaluations_are_lines_of_their_own_and_change_no_step(evaluated, tmp_pa
     output = shutil.copytree(whole, tmp_path / "first")  # the one before step 1 needs no checkpoint
     shutil.rmtree(output / "checkpoints")
     (output / "metrics.jsonl").write_text(json.dumps(log[0]) + "\n")
-    capsys.readouterr()
     stapo.main(["--resume", str(output)])
     assert lines(output) == lines(whole)
-    said = f"six {score['mean']:.1f} ± {score['standard_error']:.1f} (6 problems)"
-    said = f"evaluation after step 1, in percent ± standard error: {said}\n"
-    assert said in capsys.readouterr().err
 
 
-def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monkeypatch):
+def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path):
     """Its weights are made again, too: on a GPU these may differ in rounding.
 
     What a crash tore is cut off, and the flags of the run may be repeated. Lines before that stay,
-    whatever characters they have. The checkpoint of a step is there before its evaluation begins.
+    whatever characters they have.
     """
     flags, whole = evaluated
     output = shutil.copytree(whole, tmp_path / "run")
-    saved, evaluate = [], evaluation.evaluate
-
-    def evaluate_after_saving(*args):
-        saved.append(step_of(checkpoints(output)[-1]))
-        return evaluate(*args)
-
-    monkeypatch.setattr(evaluation, "evaluate", evaluate_after_saving)
     made = read_rows(output / "evaluations" / "step_000001.jsonl")
     stale = "".join(json.dumps(row | {"response": "stale"}) + "\n" for row in made)
     for name in ("step_000002.jsonl", "step_000002.rank1.jsonl"):
@@ -374,7 +325,7 @@ def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monk
             file.writelines(json.dumps({"step": 2, **row}) + "\n" for row in ({"eval": {}}, {}))
             file.write('{"step": 1, "acc')
     stapo.main(f"{FLAGS} {flags} --resume {output} --steps 2".split())
-    assert saved == [2] and [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
+    assert [line["step"] for line in lines(output)] == [0, 1, 1, 2, 2]
     rows = [json.loads(line) for line in samples.read_text("utf-8").split("\n")[:-1]]
     assert rows[:8] == odd and [row["step"] for row in rows[8:]] == [2] * 8
     made = read_rows(output / "evaluations" / "step_000002.jsonl")
@@ -386,59 +337,30 @@ def test_what_comes_after_the_checkpoint_is_made_again(evaluated, tmp_path, monk
 # -------------------------------------------------------------------------------- own rewards
 
 
-REWARDS = """
-def length(response, row):
-    return len(response) / row["scale"]
-"""
+REWARD = "def length(response, row):\n    return len(response) / row['scale']\n"
 
 
-@pytest.fixture
-def own(tmp_path):
-    """A reward file, and problems without answers but with a column of their own."""
-    (tmp_path / "own.py").write_text(REWARDS)
+def test_a_run_goes_on_with_a_reward_that_was_mended(tmp_path, capsys):
+    """The reward fails in step 2: step 1 is saved, and nothing that was trained is lost.
+
+    Problems without answers, but with a column that the reward reads.
+    """
     problems = [{"problem": f"Q: {i}+1=?", "scale": 10 * i} for i in range(1, 7)]
-    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    return tmp_path
-
-
-def test_a_reward_of_the_users_own_gets_the_row(own):
-    run(own / "run", f"--data {own}/problems.jsonl --reward {own}/own.py:length --log_samples 16")
-    samples = read_rows(own / "run" / "samples.jsonl")
-    for row in samples:
+    data, own = write_rows(tmp_path / "problems.jsonl", *problems), tmp_path / "own.py"
+    failing = REWARD.replace("return", "calls.append(1)\n    return 1 / (len(calls) <= 16) *")
+    own.write_text(f"calls = []\n{failing}")
+    with pytest.raises(SystemExit, match=r"ZeroDivisionError.*own.py, line 4"):
+        run(tmp_path / "run", f"--data {data} --reward {own}:length")
+    assert f"--resume {tmp_path}/run" in capsys.readouterr().out
+    own.write_text(REWARD)
+    stapo.main(f"--resume {tmp_path}/run".split())
+    (tmp_path / "moved").mkdir()
+    moved = shutil.move(own, tmp_path / "moved" / "own.py")
+    stapo.main(f"--resume {tmp_path}/run --steps 3 --reward {moved}:length".split())
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    for row in read_rows(tmp_path / "run" / "samples.jsonl"):
         scale = 10 * int(row["problem"][3:-4])
         assert row["reward"] == pytest.approx(len(row["response"]) / scale) and row["gold"] == ""
-    assert len({row["reward"] for row in samples}) > 4
-    line = read_rows(own / "run" / "metrics.jsonl")[0]
-    first = [row["reward"] for row in samples if row["step"] == 1]
-    assert line["reward"] == pytest.approx(sum(first) / 16)
-
-
-def test_a_run_goes_on_with_a_reward_that_was_mended(own, capsys):
-    """The reward fails in step 2: step 1 is saved, and nothing that was trained is lost."""
-    flags = f"--data {own}/problems.jsonl --reward {own}/own.py:length"
-    (own / "own.py").write_text(
-        "calls = []\n\ndef length(response, row):\n    calls.append(1)\n"
-        "    return len(response) / row['scale'] if len(calls) <= 16 else 1 / 0\n"
-    )
-    with pytest.raises(SystemExit, match=r"ZeroDivisionError.*own.py, line 5"):
-        run(own / "run", flags)
-    assert f"--resume {own}/run" in capsys.readouterr().out
-    (own / "own.py").write_text(REWARDS)
-    stapo.main(f"--resume {own}/run".split())
-    (own / "moved").mkdir()
-    moved = shutil.move(own / "own.py", own / "moved" / "own.py")
-    stapo.main(f"--resume {own}/run --steps 3 --reward {moved}:length".split())
-    assert [line["step"] for line in lines(own / "run")] == [1, 2, 3]
-
-
-def test_a_reward_that_exits_with_a_text_on_one_rank_ends_the_job(own):
-    """That rank says it, and waits for no other rank."""
-    text = "import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit('no table here')\n"
-    (own / "own.py").write_text(text + REWARDS)
-    flags = f"{FLAGS} --output {own}/run --data {own}/problems.jsonl --reward {own}/own.py:length"
-    assert all(launch(stapo.main, 2, own / "log", flags.split(), timeout=60))
-    said = (own / "log.1").read_text()
-    assert said.endswith("stapo.py: no table here (rank 1)\n") and "Traceback" not in said
 
 
 # ----------------------------------------------------------------- what is refused, what is said
@@ -459,12 +381,6 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monk
     free[0] -= 1
     with pytest.raises(InputError, match="27.5 GB of each GPU, and 27.5 GB are free"):
         distributed.check_memory(str(tmp_path))
-
-
-def test_windows_is_refused_in_one_line():
-    code = "import sys; sys.platform = 'win32'; import support"
-    command, options = [sys.executable, "-c", code], {"cwd": ROOT, "stderr": -1, "text": True}
-    assert re.fullmatch("STAPO runs on Linux and .*\n", subprocess.run(command, **options).stderr)
 
 
 def test_a_head_that_does_more_is_refused(random_model, monkeypatch):
@@ -495,9 +411,7 @@ def test_a_log_has_a_line_a_step_and_a_line_a_minute(tmp_path, monkeypatch, caps
     assert len(steps) == 3 and steps[-1] == ""
     assert "\r" not in said and "--- step 1, " in out
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["versions"] == versions.installed() and set(config["versions"]) == {
-        "torch", "transformers", "datasets", "tqdm"
-    }  # fmt: skip
+    assert config["versions"] == versions.installed()
     now = [0.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])

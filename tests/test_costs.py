@@ -31,14 +31,6 @@ def test_parameters_are_those_of_the_published_shape(name):
     assert costs.parameters(shape) == (count, layer)
 
 
-def test_an_update_holds_its_states():
-    """On one GPU 16 bytes a parameter and more; eight GPUs save seven eighths of that."""
-    shape = costs.QWEN3["1.7B"]
-    one, eight = (costs.update_bytes(shape, gpus, 16384) for gpus in (1, 8))
-    states = 16 * costs.parameters(shape)[0]
-    assert one > states and one - eight == pytest.approx(7 / 8 * states)
-
-
 def page(name: str) -> str:
     return (ROOT / name).read_text()
 

@@ -1,15 +1,12 @@
 """One, two and four ranks compute the same thing; a run survives being killed at any moment."""
 
-import multiprocessing
-import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import TIMINGS, TINY, lines, make_random_model, weights, write_rows
+from helpers import FLAGS, TIMINGS, TINY, lines, make_random_model, run, weights, write_rows
 from ranks import (
     CASES,
     begin,
@@ -21,7 +18,6 @@ from transformers import AutoTokenizer
 
 import stapo
 from support import distributed
-from support.distributed import device  # in its module a fixture replaces it
 from support.run_folder import checkpoints
 
 
@@ -125,11 +121,6 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 2]
     assert "eval" in two[0] and two[0] == one[0]
     assert "eval" in two[3] and two[3]["eval"].keys() == one[3]["eval"].keys()
-    assert {k for k, v in two[1].items() if v is None} == {
-        k for k, v in one[1].items() if v is None
-    }
-    ours, theirs = ({k: v for k, v in x.items() if v is not None} for x in (two[1], one[1]))
-    assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     rows = [(tmp_path / name / "evaluations" / "step_000000.jsonl").read_bytes() for name in "12"]
     assert rows[0] == rows[1] and rows[0].count(b"\n") == 15
     saved = [[p.name for p in checkpoints(tmp_path / name)] for name in "12"]
@@ -137,12 +128,6 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     again = ["--resume", str(tmp_path / "2")]  # both ranks know that nothing is left to evaluate
     assert launch(stapo.main, 2, tmp_path / "log", again, timeout=60) == [0, 0]
     assert lines(tmp_path / "2") == two
-
-
-def test_each_rank_of_a_host_has_a_gpu_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert device() == torch.device("cuda", 3)
 
 
 def test_counts_are_summed_exactly():
@@ -170,6 +155,7 @@ def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeyp
     [
         ("update", 1, "rank 1 has failed"),
         ("load_reward", 1, "stapo.py: a failure in the load_reward (rank 1)"),
+        ("reward_all", 1, "stapo.py: a failure in the reward_all (rank 1)"),
         ("model", 0, "stapo.py: a failure in the model (rank 0)"),
         ("flags", 0, "stapo.py: --mini_batch_size 3: not a multiple of 2 ranks (rank 0)"),
     ],
@@ -182,55 +168,24 @@ def test_a_rank_that_fails_ends_the_job(tmp_path, place, failing, message):
     codes = launch(fail_in, 2, tmp_path / "log", place, tmp_path, timeout=60)
     logs = [(tmp_path / f"log.{rank}").read_text() for rank in (0, 1)]
     assert codes[failing] == 1 and message in logs[failing]
-    assert any("Traceback" in said for said in logs) == (place == "update")
+    assert ("Traceback" in logs[failing]) == (place == "update")
+    assert place in ("update", "reward_all") or not any("Traceback" in said for said in logs)
 
 
 # ------------------------------------------------------------------------------ crash and resume
 
 
-KILLS = int(os.environ.get("KILLS", 1))
-RANKS = int(os.environ.get("RANKS", 1))
-STEPS = 3 * KILLS
-
-
-def start(output: Path) -> list[multiprocessing.Process]:
-    """A run of three steps for each kill; continued if it has a checkpoint."""
-    flags = f"@tests/tiny/args --steps {STEPS} --batch_size 4 --mini_batch_size 2 --save_every 1"
-    flags += f" --data tests/tiny/test.jsonl --output {output}"
-    if checkpoints(output):
-        flags = f"--resume {output}"
-    else:
-        shutil.rmtree(output, ignore_errors=True)
-    return begin(stapo.main, RANKS, Path(f"{output}.log"), flags.split())
-
-
-def end(processes: list[multiprocessing.Process], output: Path, codes: tuple = (0,)) -> None:
-    """Waits until every rank has ended with one of these exit codes; a hang is a failure."""
-    for rank, process in enumerate(processes):
-        process.join(timeout=120)
-        code = process.exitcode  # None: it still runs
-        process.kill()
-        assert code in codes, Path(f"{output}.log.{rank}").read_text()[-2000:]
-
-
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    """SIGKILL at a random moment (KILLS=20: more, SIGTERM in turn; RANKS=2): no step twice."""
-    whole, output = start(tmp_path / "whole"), tmp_path / "run"
-    moments = torch.rand(KILLS, generator=torch.Generator().manual_seed(3))
-    for number, moment in enumerate(moments.tolist()):
-        newest = checkpoints(output)[-1:]
-        processes = start(output)
-        deadline = time.monotonic() + 60
-        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-            if checkpoints(output)[-1:] != newest:  # it has saved again
-                break
-            time.sleep(0.01)
-        time.sleep(moment)
-        for process in processes:
-            process.kill() if number % 2 == 0 else process.terminate()
-        end(processes, output, (0, -signal.SIGKILL, 130))
-    assert len(lines(output)) < STEPS or KILLS > 1
-    end(start(output), output)
-    end(whole, tmp_path / "whole")
-    assert len(lines(output)) == STEPS and lines(output) == lines(tmp_path / "whole")
-    assert weights(output) == weights(tmp_path / "whole")
+    """SIGKILL soon after the first save, wherever the run then is: no step is missing or twice."""
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    flags = f"{FLAGS} --steps 3 --save_every 1 --output {output}"
+    (process,) = begin(stapo.main, 1, tmp_path / "log", flags.split())
+    while process.is_alive() and not checkpoints(output):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and len(lines(output)) < 3
+    run(whole, "--steps 3 --save_every 1")
+    stapo.main(["--resume", str(output)])
+    assert len(lines(output)) == 3 and lines(output) == lines(whole)
+    assert weights(output) == weights(whole)

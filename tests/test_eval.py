@@ -10,7 +10,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import datasets
 import pytest
 from helpers import BENCHMARKS, TINY, read_rows, write_rows
 from ranks import launch
@@ -154,15 +153,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
 
 
 def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
-    """A file with the name of a benchmark is that benchmark, in any of the three formats."""
+    """A file with the name of a benchmark is that benchmark."""
     Scripted(monkeypatch, lucky)
     rows = [{"problem": f"problem {i}", "answer": "7"} for i in (0, 1)]
     files = [str(tmp_path / f"{benchmark.key}.jsonl") for benchmark in evaluation.BENCHMARKS]
     for file in files:
         write_rows(Path(file), *rows)
-    files[2:4] = [str(tmp_path / "amc23.parquet"), str(tmp_path / "math500.json")]
-    datasets.Dataset.from_list(rows).to_parquet(files[2])
-    Path(files[3]).write_text(json.dumps(rows))
     scores = run(tmp_path / "out", "--benchmarks", *files)
     header, _, row = (tmp_path / "out" / "table.md").read_text().splitlines()[:3]
     titles = "AIME24 | AIME25 | AMC23 | MATH500 | Minerva | OlympiadBench | mean"
@@ -432,8 +428,6 @@ WRONG = r"""
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
---samples -2 | --samples -2: must be at least 0
---verifier {}/nobody | nobody: no tokenizer there
 --model {}/nobody | nobody: no model there
 --output {}/model | model: holds a run or a model; name another directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most

@@ -2,9 +2,7 @@
 
 from helpers import ROOT, read_rows
 
-import stapo
 from reward import load_reward
-from support.flags import parse_flags
 
 RECIPE = ROOT / "recipes" / "smollm2-135m-cpu"
 TRAIN, TEST = (read_rows(RECIPE.with_name(f"{RECIPE.name}.{x}.jsonl")) for x in ("train", "test"))
@@ -59,15 +57,3 @@ def test_the_questions():
         question, answer = row["problem"], row["answer"]
         assert reward_of(f"The answer is {answer}.", answer) == 1, row
         assert reward_of(f"{question.rstrip('?')}.", answer) == -1, row  # an echo
-
-
-def test_the_recipe_names_these_files(monkeypatch):
-    """And one step after another takes other questions, until all were asked once."""
-    monkeypatch.chdir(ROOT)  # where recipes are used
-    cfg = parse_flags(stapo.Config, "", [f"@{RECIPE}"])
-    stapo.check_flags(cfg)
-    assert load_reward(cfg.reward) and cfg.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert read_rows(ROOT / cfg.data) == TRAIN
-    assert [read_rows(ROOT / name) for name in cfg.eval_benchmarks] == [TEST]
-    assert cfg.eval_every == cfg.steps  # before step 1 and at the end
-    assert cfg.steps * cfg.batch_size <= len(TRAIN)

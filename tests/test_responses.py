@@ -49,25 +49,6 @@ def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere():
     assert not re.search(r"https?:|url\(|@import|//[a-z]", text)
 
 
-def test_tints_marks_and_tab_stops_equal_a_loop():
-    response = make_response([str(i) for i in range(300)])
-    (tokens,), *_ = page_of(response)
-    assert {token["tag"] for token in tokens} == {"del", "b", "i", "span"}
-    for t, token in enumerate(tokens):
-        low_p, low_h = response["p"][t] < 0.002, response["entropy"][t] < 0.4
-        assert token["tag"] == (("del" if low_h else "b") if low_p else ("span" if low_h else "i"))
-        assert token["tabindex"] == ("0" if low_p else "-1")
-        about = token["data-about"].split("\n")
-        assert about[0] == f"{t} · {'silenced' if low_p and low_h else 'kept'}"
-        p, entropy = (line.split(maxsplit=2) for line in about[2:4])
-        assert abs(float(p[1]) / response["p"][t] - 1) < 0.05
-        assert abs(float(entropy[1]) - response["entropy"][t]) < 0.001
-        assert p[2] == ("<" if low_p else "≥") + " τ_p = 0.002"
-        assert entropy[2] == ("<" if low_h else "≥") + " τ_h = 0.4 nats"
-        assert about[4] == "A  +1.62"
-        assert about[-5:] == [f"{s:<10.3g} {word}" for word, s in response["likeliest"][t]]
-
-
 def test_a_cut_is_told():
     cut = make_response(["b"] * 3, start=3_000, length=12_345, marked=4)
     *_, text = page_of(make_response(["a"], marked=0), cut)

@@ -325,24 +325,16 @@ def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(own)
     value = load_reward(f"{tmp_path}/own.py:f")("", {"row": {}})
     assert value == 0.25 and type(value) is float  # any real number will do
+    # One with the name of a module of this project does not replace that either.
+    (tmp_path / "reward.py").write_text("def f(text, row): return 2")
+    assert load_reward(f"{tmp_path}/reward.py:f")("", {"row": {}}) == 2
+    assert sys.modules["reward"].load_reward is load_reward
 
 
 def test_a_reward_that_takes_a_column_out_finds_it_in_the_next_response(tmp_path):
     (tmp_path / "own.py").write_text("def f(text, row): return float(text == row.pop('answer'))")
     reward, problem = load_reward(f"{tmp_path}/own.py:f"), {"row": {"answer": "5"}}
     assert [reward(text, problem) for text in "565"] == [1, 0, 1]
-
-
-def test_worker_processes_of_a_reward_find_its_module(tmp_path):
-    """As they start on macOS. A file with the name of one of this project's does not replace it."""
-    own = "import multiprocessing\ndef work(text): return len(text)\ndef f(text, row):\n"
-    own += "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-    own += "        return pool.apply_async(work, [text]).get(timeout=60)\n"
-    (tmp_path / "counted_by_workers.py").write_text(own)
-    assert load_reward(f"{tmp_path}/counted_by_workers.py:f")("four", {"row": {}}) == 4
-    (tmp_path / "reward.py").write_text("def f(text, row): return 2")
-    assert load_reward(f"{tmp_path}/reward.py:f")("", {"row": {}}) == 2
-    assert sys.modules["reward"].load_reward is load_reward
 
 
 @pytest.mark.parametrize(
@@ -353,6 +345,7 @@ def test_worker_processes_of_a_reward_find_its_module(tmp_path):
         ("return None", "returned None, which is no finite number$"),
         ("return '1'", "returned '1', which is no finite number$"),
         ("return float('nan')", "returned nan, which is no finite number$"),
+        ("return -1e39", r"returned -1e\+39, which is no finite number$"),  # float32's -inf
     ],
 )
 def test_what_goes_wrong_in_a_reward_is_one_line(tmp_path, line, message):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -105,14 +104,6 @@ def test_the_logits_of_a_bfloat16_model_are_a_float32_product(tmp_path):
 # -------------------------------------------------------------------------------- models and limits
 
 
-def test_dropout_and_router_noise_are_off(tmp_path):
-    transformers.MixtralConfig(**SHAPE, router_jitter_noise=0.1).save_pretrained(tmp_path)
-    assert models.load_config(str(tmp_path)).router_jitter_noise == 0
-    text = {"attention_dropout": 0.1}  # of a model that reads images, too
-    transformers.Gemma3Config(text_config=text).save_pretrained(tmp_path)
-    assert models.load_config(str(tmp_path)).text_config.attention_dropout == 0
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_positions_that_depend_on_other_rows_are_refused(kind, tmp_path):
     rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
@@ -132,33 +123,19 @@ def test_responses_fit_in_the_positions():
 
 
 def test_folders_that_cannot_be_used_say_why(random_model, tmp_path, monkeypatch):
-    """Without a tokenizer or template; without a weight, which transformers would draw at random;
-    quantised; with half a file of weights, or a pointer to it; an adapter; NaN as a weight; with
-    several ranks, before the weights are read, layers that FSDP2 does not find.
+    """Without a weight, which transformers would draw at random; NaN as a weight; quantised; with
+    several ranks, before the weights are read, layers that are not under `.layers`.
     """
     model = random_model()
     weights = model.state_dict()
     del weights["model.norm.weight"]
     model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(InputError, match=f"{tmp_path}: no tokenizer in this folder"):
-        rollout.load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match=f"{tmp_path}: .* no weights for model.norm.weight"):
         rollout.load_policy(str(tmp_path))
-    with pytest.raises(InputError, match="^--chat_template none.jinja: no text there"):
-        rollout.load_tokenizer(str(TINY), "none.jinja")
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    for part in (whole[: len(whole) // 2], b"version https://git-lfs.github.com/spec/v1"):
-        (tmp_path / "model.safetensors").write_bytes(part)
-        with pytest.raises(InputError, match=f"{tmp_path}: .* file of weights is no whole one"):
-            rollout.load_policy(str(tmp_path))
     torch.nn.init.constant_(model.model.norm.weight, math.nan)
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="--model: its logits are not finite"):
         rollout.load_policy(str(tmp_path))
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="adapter: no model there, it is an adapter; merge it"):
-        rollout.load_policy(str(tmp_path / "adapter"))
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model.config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"{tmp_path}: .* a quantised model"):
@@ -260,20 +237,6 @@ def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
     assert ids[:2] != ids[2:] and ids == again
 
 
-def test_a_sampler_that_generate_would_cut_is_refused(tiny, tokenizer, monkeypatch):
-    """A processor that is neither a temperature nor top-p changes what is drawn."""
-    real = rollout.sampling_config
-
-    def with_top_k(*args):
-        config = real(*args)
-        config.top_k = 5
-        return config
-
-    monkeypatch.setattr(rollout, "sampling_config", with_top_k)
-    with pytest.raises(AssertionError, match="TopKLogitsWarper"):
-        next(sample(tiny, tokenizer, [[20]], max_new_tokens=2))
-
-
 @pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("family", [*WITH_SLOTS, *WITHOUT_SLOTS])
 def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeypatch):
@@ -358,18 +321,12 @@ def test_a_model_in_training_mode_is_not_sampled_from(family, tokenizer):
 
 @BOTH_PATHS
 def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
-    """Two samplers of one model are advanced in turn, and in between the caller trains.
-
-    The caller leaves the first of them, and the second one fails.
-    """
+    """Two samplers of one model are advanced in turn, and in between the caller trains."""
     model, prompts = make_family(family), random_prompts(9, 5)
     options = {"max_new_tokens": 40, "batch_size": 3}
 
     def state() -> tuple:
         return model.generation_config, torch.is_inference_mode_enabled()
-
-    def fail(*_):
-        raise ZeroDivisionError
 
     before = state()
     first, second = (sample(model, tokenizer, prompts, **options) for _ in "ab")
@@ -378,10 +335,6 @@ def test_the_model_is_as_it_was_at_each_yield_and_after(family, tokenizer):
         assert state() == before
         model(torch.tensor([[5, 6]])).logits.sum().backward()
     first.close()
-    assert state() == before
-    model.register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        next(second)
     assert state() == before
 
 
@@ -495,18 +448,6 @@ def test_a_text_stays_a_text_and_a_path_is_that_file(tmp_path):
     assert [problem["answer"] for problem in found] == answers[:3]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    row = b'{"problem": "1+1", "answer": "2"}\n'
-    for text, message in (
-        (row.replace(b"+", b"\xe9"), "is not text in UTF-8"),
-        (row + row[:9], "line 2 is not JSON"),
-        (b"[\n" + row + b",\n" + row[:9], "line 4 is not JSON"),
-    ):
-        (tmp_path / "rows.json").write_bytes(text)
-        with pytest.raises(InputError, match=f"rows.json: {message}"):
-            load_problems(str(tmp_path / "rows.json"))
-
-
 def test_whole_numbers_beside_decimals_and_nulls_stay_whole(tmp_path):
     """A table stores floats for them all; from 2^53 on those have lost digits."""
     answers = [72, 0.5, -3, None, 2**53 - 1]
@@ -531,15 +472,6 @@ def test_right_answers_are_found_in_what_data_sets_put_around_them(tmp_path, cap
     assert "left out" not in capsys.readouterr().out
     with pytest.raises(InputError, match="no problem with an answer; its columns are pro"):
         load_problems(write_rows(tmp_path / "none.jsonl", *rows[2:]))
-
-
-def test_a_file_is_read_as_it_is_now(tmp_path):
-    """Also if its size and its time are those of the version before."""
-    file = tmp_path / "rows.jsonl"
-    for answer in ("2", "3"):
-        write_rows(file, {"problem": "1+1", "answer": answer})
-        os.utime(file, ns=(10**18, 10**18))
-        assert load_problems(str(file))[0]["answer"] == answer
 
 
 @pytest.mark.parametrize(

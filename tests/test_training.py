@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers import FLAGS, TINY, padded, read_rows, refused, responses_of, run, to_batch, write_rows
-from ranks import launch
 from reference import method_loss, row_stats
 
 import eval as evaluation
@@ -364,59 +362,26 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
 
 
-def test_memory_stays_flat_over_25_steps(tmp_path):
-    """Peak resident memory of a process, read in each metrics line, in GB: torch alone is 0.2."""
-    flags = f"{FLAGS} --steps 25 --batch_size 2 --group_size 2 --max_new_tokens 8"
-    argv = f"{flags} --output {tmp_path}/run".split()
-    assert launch(stapo.main, 1, tmp_path / "log", argv) == [0]
-    peaks = [row["peak_memory_gb"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
-    assert len(peaks) == 25 and 0.1 < peaks[12] <= peaks[-1] < 1.02 * peaks[12] < 10
-
-
-REWARDS = """
-def words(response, row):
-    return "good"
-
-def missing(response, row):
-    return row["none"]
-
-def huge(response, row):
-    return -1e39
-"""
-
-
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
         ("--method ppo", "--method ppo"),
-        ("--q 1.5", "--q 1.5"),
         ("--group_size 1", "--group_size 1"),
-        ("--max_new_tokens 0", "--max_new_tokens 0"),
         ("--keep_last -1", "--keep_last -1"),  # which would delete every checkpoint
         ("--batch_size 5", "--batch_size 5: not a multiple of --mini_batch_size 2"),
         ("--max_prompt_tokens 1", "--max_prompt_tokens 1"),
         ("--model no/such/model", "no/such/model: no tokenizer"),
-        ("--model {folder}/no_weights", "no_weights: no model there"),
         # before the weights are asked for
         ("--model {folder}/shell --max_new_tokens 4090", "--max_new_tokens 4090: the longest"),
         ("--eval_every 1 --eval_benchmarks {folder}/long.jsonl", "--max_new_tokens 40: the longe"),
-        ("--eval_every 1 --eval_benchmarks nothing", "nothing"),
         ("--data nowhere.jsonl", "nowhere.jsonl"),
         ("--data {folder}/torn.jsonl", "torn.jsonl: line 1 is not JSON"),
-        ("--data {folder}/hollow.parquet", "hollow.parquet"),
-        ("--reward {folder}/own.py:words", "own.py:words: returned 'good'"),
-        ("--reward {folder}/own.py:missing", "KeyError('none') at {folder}/own.py, line 6"),
-        ("--reward {folder}/own.py:huge", "own.py:huge: returned -1e+39"),  # float32's -inf
-        ("--reward {folder}/own.py:gone", "has no function gone"),
     ],
 )
 def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys, flags, names):
     (tmp_path / "torn.jsonl").write_text('{"problem": "1+1", "ans')
-    Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "hollow.parquet")
-    for name in ("no_weights", "shell"):
-        tokenizer.save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / "shell")
     shutil.copy(TINY / "config.json", tmp_path / "shell")
     write_rows(tmp_path / "long.jsonl", {"problem": "1+" * 5000, "answer": "2"})
-    (tmp_path / "own.py").write_text(REWARDS)
     message = refused(capsys, f"{FLAGS} --output {tmp_path}/run {flags.format(folder=tmp_path)}")
     assert names.format(folder=tmp_path) in message.strip().splitlines()[-1]
