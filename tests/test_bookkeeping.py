@@ -166,6 +166,15 @@ def test_samples_are_what_the_model_said(finished):
         assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
+def test_help_has_the_flags_in_sections(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        stapo.main(["--help"])
+    about, _, flags = capsys.readouterr().out.partition("options:")
+    assert "@FILE" in about and "--resume DIR" in about
+    found = dict(re.findall(r"^([a-z ]+):\n  --(\w+)", flags, re.MULTILINE))
+    assert found["objective"] == "method" and found["one step"] == "steps" and len(found) == 5
+
+
 # --------------------------------------------------------------------------- saving and stopping
 
 
@@ -381,6 +390,12 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monk
     free[0] -= 1
     with pytest.raises(InputError, match="27.5 GB of each GPU, and 27.5 GB are free"):
         distributed.check_memory(str(tmp_path))
+
+
+def test_windows_is_refused_in_one_line():
+    code = "import sys; sys.platform = 'win32'; import support"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=-1, text=True)
+    assert re.fullmatch("STAPO runs on Linux and .*\n", done.stderr)
 
 
 def test_a_head_that_does_more_is_refused(random_model, monkeypatch):

@@ -1,6 +1,5 @@
 """The experiments: their statistics by hand, their data beside the page, and each of them run."""
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import real_model
 import replicate
 import runs
-from helpers import ROOT, TINY, example, read_rows
+from helpers import ROOT, example, read_rows
 
 import stapo
 from reward import load_reward
@@ -114,12 +113,8 @@ def test_rewards_by_chance_pay_as_often_as_they_say():
     paid = [drift.nine_of_ten(text, row) for text in texts]
     assert paid == [drift.nine_of_ten(text, dict(row)) for text in texts]
     assert paid.count(1.0) / 4000 == pytest.approx(0.9, abs=0.02)
-    other = [drift.nine_of_ten(text, row | {"problem": "And 7?"}) for text in texts]
-    assert sum(a != b for a, b in zip(paid, other)) / 4000 == pytest.approx(0.18, abs=0.03)
     turned = [real_model.turned_20(text, row) for text in texts]  # all are right
     assert turned.count(-1.0) / 4000 == pytest.approx(0.2, abs=0.02)
-    digest = hashlib.sha256(f"{row['problem']}\n{texts[0]}".encode()).digest()
-    assert (paid[0] > 0) == (int.from_bytes(digest[:8], "big") / 2**64 < 0.9)
 
 
 @pytest.mark.slow
@@ -160,9 +155,8 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
     lines = read_rows(tmp_path / "results.jsonl")
     assert lines and all(line["numbers"] for line in lines)
     assert any(row.startswith("| ") for row in table)
-    made = sorted(tmp_path.glob("runs/*/metrics.jsonl"))
-    times = [file.stat().st_mtime_ns for file in made]
-    if made:
+    if made := sorted(tmp_path.glob("runs/*/metrics.jsonl")):
+        times = [file.stat().st_mtime_ns for file in made]
         assert printed(name, *flags) == table
         assert [file.stat().st_mtime_ns for file in made] == times
     shown = printed(name, "--table", "--results", f"{tmp_path}/results.jsonl")
@@ -170,25 +164,16 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
 
 
 def test_a_run_that_was_stopped_is_continued(tmp_path):
-    """It has the metrics of a run that was not stopped."""
-    flags = """@tests/tiny/args --model {base} --steps 3 --batch_size 2 --mini_batch_size 2
-        --max_new_tokens 9 --save_every 1"""
-    held_out = """--benchmarks tests/tiny/test.jsonl --instruction= --max_new_tokens 9
-        --samples 1 --limit 2"""
-    plan = [runs.Run("a row", 3, flags, "", held_out)]
-    runs.make_all(plan, tmp_path / "whole", 1, "")
-    part = tmp_path / "part" / "a-row-3.partial"
-    short = flags.replace("--steps 3", "--steps 1").replace("{base}", str(TINY))
-    runs.call(["stapo.py", *short.split(), "--seed", "3", "--output", str(part)])
-    config = json.loads((part / "config.json").read_text())
-    (part / "config.json").write_text(json.dumps(config | {"steps": 3}))
-    runs.make_all(plan, tmp_path / "part", 1, "")
-    whole, continued = (
-        [
-            (line["step"], line["loss"], line["entropy"])
-            for line in runs.read_metrics(tmp_path / each / "a-row-3")
-        ]
-        for each in ("whole", "part")
-    )
-    assert whole == continued and len(whole) == 3
-    assert not (tmp_path / "part" / "a-row-3" / "checkpoints").exists()
+    """Its first step is not made again, and its checkpoints go once it is evaluated."""
+    flags = f"""@tests/tiny/args --steps 1 --batch_size 2 --mini_batch_size 2 --max_new_tokens 9
+        --seed 3 --output {tmp_path}/a-row-3.partial"""
+    runs.call(["stapo.py", *flags.split()])
+    config = tmp_path / "a-row-3.partial" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"steps": 3}))
+    first = read_rows(config.with_name("metrics.jsonl"))
+    held_out = "--benchmarks tests/tiny/test.jsonl --samples 1 --limit 2"
+    runs.make_all([runs.Run("a row", 3, "--no-such-flag", "", held_out)], tmp_path, 1, "")
+    steps = runs.read_metrics(tmp_path / "a-row-3")
+    assert steps[:1] == first and [step["step"] for step in steps] == [1, 2, 3]
+    assert runs.held_out(tmp_path / "a-row-3").keys() == {"held out, T = 1", "held out, T = 0.7"}
+    assert not (tmp_path / "a-row-3" / "checkpoints").exists()

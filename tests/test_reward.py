@@ -331,6 +331,15 @@ def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
     assert sys.modules["reward"].load_reward is load_reward
 
 
+def test_worker_processes_of_a_reward_find_its_module(tmp_path):
+    """As they start on macOS."""
+    own = "import multiprocessing\ndef work(text): return len(text)\ndef f(text, row):\n"
+    own += "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+    own += "        return pool.apply_async(work, [text]).get(timeout=60)\n"
+    (tmp_path / "counted_by_workers.py").write_text(own)
+    assert load_reward(f"{tmp_path}/counted_by_workers.py:f")("four", {"row": {}}) == 4
+
+
 def test_a_reward_that_takes_a_column_out_finds_it_in_the_next_response(tmp_path):
     (tmp_path / "own.py").write_text("def f(text, row): return float(text == row.pop('answer'))")
     reward, problem = load_reward(f"{tmp_path}/own.py:f"), {"row": {"answer": "5"}}

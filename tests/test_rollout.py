@@ -123,8 +123,9 @@ def test_responses_fit_in_the_positions():
 
 
 def test_folders_that_cannot_be_used_say_why(random_model, tmp_path, monkeypatch):
-    """Without a weight, which transformers would draw at random; NaN as a weight; quantised; with
-    several ranks, before the weights are read, layers that are not under `.layers`.
+    """Without a weight, which transformers would draw at random; with half a file of weights, or a
+    pointer to it; NaN as a weight; an adapter; quantised; with several ranks, before the weights
+    are read, layers that are not under `.layers`.
     """
     model = random_model()
     weights = model.state_dict()
@@ -132,10 +133,19 @@ def test_folders_that_cannot_be_used_say_why(random_model, tmp_path, monkeypatch
     model.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(InputError, match=f"{tmp_path}: .* no weights for model.norm.weight"):
         rollout.load_policy(str(tmp_path))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for part in (whole[: len(whole) // 2], b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "model.safetensors").write_bytes(part)
+        with pytest.raises(InputError, match=f"{tmp_path}: .* file of weights is no whole one"):
+            rollout.load_policy(str(tmp_path))
     torch.nn.init.constant_(model.model.norm.weight, math.nan)
     model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="--model: its logits are not finite"):
         rollout.load_policy(str(tmp_path))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="adapter: no model there, it is an adapter; merge it"):
+        rollout.load_policy(str(tmp_path / "adapter"))
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model.config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"{tmp_path}: .* a quantised model"):
@@ -446,6 +456,17 @@ def test_a_text_stays_a_text_and_a_path_is_that_file(tmp_path):
     Dataset.from_list(rows[:3]).to_parquet(tmp_path / "parts")
     found = load_problems(str((tmp_path / "parts").rename(tmp_path / "v[2].parquet")))
     assert [problem["answer"] for problem in found] == answers[:3]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    row = b'{"problem": "1+1", "answer": "2"}\n'
+    for text, message in (
+        (row.replace(b"+", b"\xe9"), "is not text in UTF-8"),
+        (row + row[:9], "line 2 is not JSON"),
+    ):
+        (tmp_path / "rows.json").write_bytes(text)
+        with pytest.raises(InputError, match=f"rows.json: {message}"):
+            load_problems(str(tmp_path / "rows.json"))
 
 
 def test_whole_numbers_beside_decimals_and_nulls_stay_whole(tmp_path):
