@@ -73,7 +73,7 @@ DECODINGS: Decodings = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}
 
 @dataclass
 class EvalConfig:
-    """All flags of eval.py. The defaults are the paper's setup (appendix), but for the verifier."""
+    """All flags of eval.py. The defaults are the paper's setup (appendix), without its verifier."""
 
     model: str = field(metadata={"help": "Hub id or local folder of a causal LM"})
     benchmarks: list[str] = flag(
@@ -472,7 +472,7 @@ def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
     names = {"instruction", "reward", "max_new_tokens"} & stored.keys() - given.keys()
     if taken := {name: stored[name] for name in sorted(names)}:
         words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
-        progress.log(f"eval.py: {words} as in the run of {given['model']}; flags replace these")
+        progress.log(f"eval.py: {words}, as in its run; give a base model the same flags")
     return taken
 
 

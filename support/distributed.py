@@ -53,10 +53,7 @@ def peak_memory_gb() -> float:
 
 
 def check_memory(name: str) -> None:
-    """Raise InputError if a GPU cannot hold its part of a model that is trained.
-
-    A CPU may train any model, and a line says that a large one is slow.
-    """
+    """Raise InputError if a GPU cannot hold its part of a trained model; warn of slow CPUs."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(name))
     size = sum(parameter.numel() for parameter in model.parameters())

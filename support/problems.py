@@ -35,6 +35,8 @@ def load_problems(
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     without_answer, columns = 0, READ
     for number, row in enumerate(load_rows(source, split, whole_rows), start=1):
+        if not isinstance(row, dict):
+            raise InputError(f"{source}: row {number} is no JSON object")
         columns = f"its columns are {', '.join(row)}; {READ}"
         found = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
         problem = next(filter(None, found), "")
@@ -55,6 +57,8 @@ def load_problems(
     if without_answer:
         what = "rows without an answer (empty, proof, notfound) that are left out"
         say(f"{source}: {what}: {without_answer}")
+    if repeated := number - without_answer - len(problems):
+        say(f"{source}: rows that repeat a problem and are left out: {repeated}")
     return list(problems.values())
 
 

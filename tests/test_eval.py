@@ -135,7 +135,7 @@ def test_a_checkpoint_has_the_defaults_of_its_run(tmp_path, monkeypatch, capsys)
         assert (found["flags"]["max_new_tokens"], found["flags"]["seed"]) == (77, 0)
         assert found["scores"]["0,1"]["few"]["mean"] == mean
         out, err = capsys.readouterr()
-        assert err.startswith(f"eval.py: {own}--max_new_tokens=77 --reward='' as in the run")
+        assert err.startswith(f"eval.py: {own}--max_new_tokens=77 --reward='', as in its run")
         assert out.endswith(f"\nresults in {tmp_path}/out\n")
 
 
