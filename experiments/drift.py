@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import runs
-from runs import Lines, Run, by_step, rows_of, table
+from runs import Lines, Run, rows_of, table
 
 from reward import is_correct
 
@@ -73,14 +73,5 @@ def report(lines: Lines) -> str:
     return table(COLUMNS, rows_of(lines), lines, "drift")
 
 
-def figure(lines: Lines, file: Path) -> None:
-    """The entropy of every row, by the step."""
-    short = [*SIX, *THREE]
-    short = {row: by_step(lines, row, "entropy") for row in short}
-    long = {row: by_step(lines, f"{row}, {LONG} steps", "entropy") for row in SIX}
-    panels = {"entropy, nats": short, f"seed 10, {LONG} steps": long}
-    runs.draw(file, panels, "step")
-
-
 if __name__ == "__main__":
-    runs.main(__doc__, measure, ["entropy"], {"drift": (list_runs(), report)}, figure)
+    runs.main(__doc__, measure, ["entropy"], {"drift": (list_runs(), report)})

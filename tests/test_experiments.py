@@ -1,6 +1,7 @@
 """The experiments: their statistics by hand, their data beside the page, and each of them run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import pytest
 import real_model
 import replicate
 import runs
-from helpers import ROOT, example, read_rows
+from helpers import ROOT, TINY, example, read_rows
 
 import stapo
 from reward import load_reward
@@ -152,6 +153,10 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
     if name not in ("causal", "toy"):
         small = "--batch_size 4 --mini_batch_size 2 --group_size 4 --max_new_tokens 16"
         flags += ["--output", f"{tmp_path}/runs", "--more", small]
+    # What these two begin from takes minutes: here hardly a model, and one before any training.
+    openings.make_base(tmp_path / "runs" / "experiments-openings.py-base", steps=2)
+    before = tmp_path / "runs" / "stapo.py-tests-tiny-args-seed-5" / "checkpoints" / "step_000028"
+    shutil.copytree(TINY, before)
     table = printed(name, *flags)
     lines = read_rows(tmp_path / "results.jsonl")
     assert lines and all(line["numbers"] for line in lines)
