@@ -138,8 +138,9 @@ def held_out(folder: Path) -> dict[str, float]:
 
 
 def mean_over(lines: list[dict], key: str, first: int, last: int) -> float:
-    """The mean of a metric over these steps, both ends included."""
-    return fmean(line[key] for line in lines if first <= line["step"] <= last)
+    """The mean of a metric over these steps, both ends included; steps with null are left out."""
+    values = [line[key] for line in lines if first <= line["step"] <= last]
+    return fmean(value for value in values if value is not None)
 
 
 def line(row: str, seed: int, numbers: dict[str, float | None]) -> dict[str, Any]:
