@@ -77,7 +77,6 @@ def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
 def test_cells():
     assert runs.cell([1.0, 3.0], "+.1f") == "+2.0 ± 1.0"
     assert runs.cell([1.0, 3.0], "mean .2f") == "2.00"
-    assert runs.cell([1.0, 3.0], "each .0f") == "1 3"
     assert runs.cell([1.0, 3.0], "95 .1f") == "2.0 (-10.7 to 14.7)"  # 12.71 errors of 1
 
 
