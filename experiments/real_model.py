@@ -4,8 +4,8 @@
     python experiments/real_model.py --table --figure docs/real-model.png
 
 "recipe": `stapo.py @recipes/smollm2-135m-cpu` over seeds. "errs": the reward is turned over for a
-share of the responses, and all runs of a seed begin from the same ten steps of JustRL. The protocol
-of "errs" is in docs/experiments.md. FOLDER: docs/training.md says how to make it without the Hub.
+share of the responses, and all runs of a seed begin from the same ten steps of JustRL. The code in
+docs/experiments.md makes FOLDER without the Hub.
 """
 
 import math
