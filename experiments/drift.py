@@ -1,16 +1,14 @@
 """A reward that says nothing: which methods' entropy rises after a finished run.
 
-python experiments/drift.py --jobs 2    # the tables of docs/experiments.md
+python experiments/drift.py --jobs 2    # the runs and the table: two hours
+python experiments/drift.py --table --figure docs/drift.png
 """
 
 import hashlib
 from pathlib import Path
-from statistics import fmean
 
 import runs
-from runs import Lines, Run, rows_of, table
-
-from reward import is_correct
+from runs import Lines, Run, by_step, rows_of, table
 
 STEPS, LONG = 130, 300
 FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028
@@ -21,7 +19,7 @@ THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}
 THREE |= {"FullMask": "full-mask", "random candidates": "random"}
 COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
 COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
-COLUMNS |= {"right, %, T = 1": ".1f", "right, %, T = 0.7": ".1f"}
+COLUMNS |= {"held out, T = 1": ".1f", "held out, T = 0.7": ".1f"}
 
 
 def chance(problem: str, response: str) -> float:
@@ -53,25 +51,33 @@ def list_runs() -> list[Run]:
 def measure(folder: Path) -> dict[str, float]:
     """Entropy in nats; "rare": of the tokens of responses with +1; the rest at the end, held out.
 
-    "right" is the share of right answers, whatever the reward pays.
+    "held out" is the share of right answers, whatever the reward pays.
     """
     lines = runs.read_metrics(folder)
-    answers = runs.read_rows(folder / "held-out" / "samples.jsonl")
+    rows = runs.read_rows(folder / "held-out" / "samples.jsonl")
+    boxes = [row["answer"] for row in rows if row["decoding"] == "training"]
     numbers = {f"entropy, {step}": lines[step - 1]["entropy"] for step in (1, 40, 80)}
-    numbers |= {"entropy, end": lines[-1]["entropy"]}
-    numbers |= {"rare, %": 100 * lines[-1]["low_prob_fraction"]}
-    for decoding, name in (("training", "T = 1"), ("justrl", "T = 0.7")):
-        rows = [row for row in answers if row["decoding"] == decoding]
-        right = fmean(is_correct(row["response"], row["gold"]) for row in rows)
-        numbers[f"right, %, {name}"] = 100 * right
-        if decoding == "training":
-            numbers["no box, %"] = 100 * fmean(row["answer"] is None for row in rows)
-    return numbers
+    return {
+        **numbers,
+        "entropy, end": lines[-1]["entropy"],
+        "rare, %": 100 * lines[-1]["low_prob_fraction"],
+        "no box, %": 100 * boxes.count(None) / len(boxes),
+        **runs.held_out(folder),
+    }
 
 
 def report(lines: Lines) -> str:
     return table(COLUMNS, rows_of(lines), lines, "drift")
 
 
+def figure(lines: Lines, file: Path) -> None:
+    """Entropy by the step, of all rows and of the long runs."""
+    long = [f"{row}, {LONG} steps" for row in SIX]
+    panels = {"entropy, nats": [*SIX, *THREE], "entropy, nats: seed 10": long}
+    for title, rows in panels.items():
+        panels[title] = {row: by_step(lines, row, "entropy") for row in rows}
+    runs.draw(file, panels, "step")
+
+
 if __name__ == "__main__":
-    runs.main(__doc__, measure, ["entropy"], {"drift": (list_runs(), report)})
+    runs.main(__doc__, measure, ["entropy"], {"drift": (list_runs(), report)}, figure)

@@ -10,6 +10,7 @@ docs/experiments.md makes FOLDER without the Hub.
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -35,16 +36,9 @@ def turned_over(response: str, row: dict, share: float) -> float:
     return -reward if chance(row["problem"], response) < share else reward
 
 
-def turned_20(response: str, row: dict) -> float:
-    return turned_over(response, row, 0.20)
-
-
-def turned_35(response: str, row: dict) -> float:
-    return turned_over(response, row, 0.35)
-
-
-def turned_50(response: str, row: dict) -> float:
-    return turned_over(response, row, 0.50)
+turned_20 = partial(turned_over, share=0.20)
+turned_35 = partial(turned_over, share=0.35)
+turned_50 = partial(turned_over, share=0.50)
 
 
 def list_recipe() -> list[Run]:
