@@ -21,7 +21,7 @@ THRESHOLDS = (0.0002, 0.0006, 0.002, 0.006, 0.02)  # tau_p
 NOISE = (0, 1, 3, 8, 12)  # % of the response tokens in the base model's pre-training
 MODELS = [(noise, number) for noise in (8, 3) for number in range(5)]
 SEEDS = range(2, 7)  # 0 and 1 chose the settings of tests/tiny
-SETTINGS = {"": "", "first": "--steps 28"}  # and the flags of each; first: the README's commands
+SETTINGS = {"": "", "first": "--steps 28", "long": "--steps 100"}  # first: the README's commands
 SETTINGS |= {f"q {q}": f"--q {q}" for q in QUANTILES if q != 0.75}
 SETTINGS |= {f"tau_p {tau_p}": f"--tau_p {tau_p}" for tau_p in THRESHOLDS if tau_p != 0.002}
 RATES = {"half the rate": "1.5e-4", "twice the rate": "6e-4", "four times the rate": "1.2e-3"}
@@ -30,7 +30,7 @@ FLAGS = """@tests/tiny/args --model {base} --data {base}/train.jsonl
     --steps 25 --save_every 0 --log_samples 0"""
 HELD_OUT = "--benchmarks {base}/test.jsonl --samples 4"
 SPANS = ("5 to 10", "10 to 20", "last five", "held out, T = 1", "held out, T = 0.7")
-CURVES = ("accuracy", "entropy", "silenced_fraction", "sampling_gap")
+CURVES = ("accuracy", "entropy", "silenced_fraction", "reward", "response_length", "sampling_gap")
 
 
 def row(name: str, setting: str = "", noise: int = 8, number: int = 0) -> str:
@@ -174,6 +174,7 @@ PARTS = {
     "rates": (sum((some_runs(PAIR, SEEDS, rate) for rate in RATES), []), report_rates),
     "noise": (sum((some_runs(PAIR, SEEDS, "", noise) for noise in NOISE), []), report_noise),
     "bases": (sum((some_runs(PAIR, SEEDS[:2], "", *m) for m in MODELS), []), report_bases),
+    "long": (some_runs(PAIR, SEEDS[:3], "long"), lambda lines: themselves(lines, "long")),
     "first": (some_runs(PAIR, range(5), "first"), lambda lines: themselves(lines, "first")),
 }
 

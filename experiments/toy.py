@@ -1,6 +1,6 @@
 """A rare right option where a policy is sure of a wrong one: a table of logits alone.
 
-    python experiments/toy.py            # 32 seeds, ten minutes
+    python experiments/toy.py            # 32 seeds, a quarter of an hour
     python experiments/toy.py --table
 
 A response has 16 words. The first one decides: the right option begins with p = 0.001 beside one
@@ -18,7 +18,7 @@ from stapo import clipped_loss, group_advantages, spurious_mask
 STEPS, PROMPTS, GROUP, LENGTH, WORDS = 300, 32, 8, 16, 256
 RARE, TAIL = 0.001, 0.02
 OPTIMIZERS = {"Adam": (torch.optim.Adam, 0.03), "SGD": (torch.optim.SGD, 400.0)}
-METHODS = ("STAPO", "JustRL", "FullMask")
+METHODS = ("STAPO", "JustRL", "FullMask", "highest entropy")
 
 
 def log_policy_at_the_start() -> Tensor:
@@ -51,8 +51,9 @@ def train(method: str, optimizer: str, seed: int) -> float:
             H = -(log_pi.exp() * log_pi).sum(-1).detach().repeat_interleave(GROUP, 0)  # (B, T)
             A = advantages[rows].flatten()  # (B,)
             mask = torch.ones_like(logp, dtype=torch.bool)
-            silenced, candidates, _ = spurious_mask(logp.detach(), A, H, mask)
-            off = {"STAPO": silenced, "JustRL": ~mask, "FullMask": candidates}[method]
+            low = -H if method == "highest entropy" else H
+            silenced, candidates, _ = spurious_mask(logp.detach(), A, low, mask)
+            off = {"JustRL": ~mask, "FullMask": candidates}.get(method, silenced)
             steps.zero_grad()
             clipped_loss(logp, old_logp, A, keep=mask & ~off).backward()
             steps.step()
