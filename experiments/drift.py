@@ -19,7 +19,7 @@ THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}
 THREE |= {"FullMask": "full-mask", "random candidates": "random"}
 COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
 COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
-COLUMNS |= {"held out, T = 1": ".1f", "held out, T = 0.7": ".1f"}
+COLUMNS |= {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f"}
 
 
 def chance(problem: str, response: str) -> float:

@@ -31,7 +31,7 @@ FLAGS = f"""@tests/tiny/args --model {{base}} --steps {STEPS}
     --reward experiments/openings.py:useful_and_right --save_every 0 --log_samples 512"""
 HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 1"
 COLUMNS = dict.fromkeys(("half", "+1, 10 to 20", "+1, last five"), ".1f")
-COLUMNS |= dict.fromkeys(("held out, T = 1", "held out, T = 0.7", "useful, %"), ".1f")
+COLUMNS |= dict.fromkeys(("held out at T = 1", "held out at T = 0.7", "useful, %"), ".1f")
 COLUMNS |= {"entropy, last five": ".2f"}
 
 

@@ -28,7 +28,7 @@ HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl --samples 4
 ARMS = {"STAPO": "stapo --q 0.5", "JustRL": "justrl", "highest entropy": "high-entropy --q 0.5"}
 COLUMNS = {"entropy, first three": ".2f", "entropy, last ten": ".2f", "rise": ".2f"}
 COLUMNS |= {"rare, %": ".2f", "silenced, %": ".3f", "clip_high, %": ".2f", "cut off, %": ".1f"}
-COLUMNS |= {"right, %": ".1f", "held out, T = 1": ".1f", "held out, T = 0.7": ".1f"}
+COLUMNS |= {"right, %": ".1f", "held out at T = 1": ".1f", "held out at T = 0.7": ".1f"}
 
 
 def turned_over(response: str, row: dict, share: float) -> float:
@@ -95,7 +95,7 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def report_recipe(lines: Lines) -> str:
-    columns = {"held out, T = 1": ".1f", "held out, T = 0.7": ".1f", "entropy": ".3f"}
+    columns = {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f", "entropy": ".3f"}
     columns |= {"rare, %": ".2f", "silenced, %": ".3f", "cut off, %": ".1f"}
     rows = {row: runs for row, runs in rows_of(lines).items() if row.startswith("recipe")}
     return table(columns, rows, lines, "recipe")
@@ -116,9 +116,9 @@ def report_errs(lines: Lines) -> str:
                 "ln ratio of entropies": math.log(
                     mine["entropy, last ten"] / stapo["entropy, last ten"]
                 ),
-                "held out, T = 0.7": mine["held out, T = 0.7"] - stapo["held out, T = 0.7"],
+                "held out at T = 0.7": mine["held out at T = 0.7"] - stapo["held out at T = 0.7"],
             }
-    endpoints = {"ln ratio of entropies": "95 +.2f", "held out, T = 0.7": "95 +.1f"}
+    endpoints = {"ln ratio of entropies": "95 +.2f", "held out at T = 0.7": "95 +.1f"}
     return f"{table(COLUMNS, rows)}\n\n{table(endpoints, gaps)}"
 
 

@@ -29,7 +29,7 @@ SETTINGS |= {rate: f"--lr {lr}" for rate, lr in RATES.items()}
 FLAGS = """@tests/tiny/args --model {base} --data {base}/train.jsonl
     --steps 25 --save_every 0 --log_samples 0"""
 HELD_OUT = "--benchmarks {base}/test.jsonl --samples 4"
-SPANS = ("5 to 10", "10 to 20", "last five", "held out, T = 1", "held out, T = 0.7")
+SPANS = ("5 to 10", "10 to 20", "last five", "held out at T = 1", "held out at T = 0.7")
 CURVES = ("accuracy", "entropy", "silenced_fraction", "reward", "response_length", "sampling_gap")
 
 
@@ -150,7 +150,7 @@ def figure(lines: Lines, file: Path) -> None:
     """Accuracies by q for three masks, and in a second file by tau_p for STAPO."""
     rows = rows_of(lines)
     by_q, by_threshold = {}, {}
-    for key in ("10 to 20", "held out, T = 1", "held out, T = 0.7"):
+    for key in ("10 to 20", "held out at T = 1", "held out at T = 0.7"):
         title = f"right, %: {key}"
         by_q[title] = {
             name: {q: [run[key] for run in rows[row(name, f"q {q}")].values()] for q in QUANTILES}

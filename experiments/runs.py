@@ -132,7 +132,7 @@ def read_metrics(folder: Path) -> list[dict]:
 def held_out(folder: Path) -> dict[str, float]:
     """The accuracy of a run's last checkpoint on the held-out problems, in %, by its decoding."""
     scores = json.loads((folder / "held-out" / "scores.json").read_text())["scores"]
-    names = {"training": "held out, T = 1", "justrl": "held out, T = 0.7"}
+    names = {"training": "held out at T = 1", "justrl": "held out at T = 0.7"}
     means = {decoding: next(iter(scores[decoding].values()))["mean"] for decoding in names}
     return {name: means[decoding] for decoding, name in names.items()}
 
@@ -245,11 +245,8 @@ def resolved(columns: Sequence[str], rows: Rows) -> str:
         if tests[row, key] >= 0.05 / (len(tests) - rank):
             break
         found[row].append(key)
-    some = [f"{row} ({', '.join(k for k in columns if k in keys)})" for row, keys in found.items()]
-    some = [text for text, keys in zip(some, found.values()) if keys]
-    text = f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {'; '.join(some) or 'none'}."
-    none = [row for row, keys in found.items() if not keys]
-    return text + (f" Nothing is resolved in {', '.join(none)}." if some and none else "")
+    some = [f"{row} ({', '.join(keys)})" for row, keys in found.items() if keys]
+    return f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {'; '.join(some) or 'none'}."
 
 
 # --------------------------------------------------------------------------------------- pictures

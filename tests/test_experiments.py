@@ -70,8 +70,7 @@ def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
     rows = {row: {0: {"x": row}} for row in p}
     monkeypatch.setattr(runs, "p_value", lambda values: p[values[0]])
     text = runs.resolved(["x"], rows)
-    assert text.startswith("4 paired tests") and "a (x); b (x)." in text
-    assert text.endswith("Nothing is resolved in c, d.")
+    assert text == "4 paired tests, corrected by Holm: p < 0.05 in a (x); b (x)."
 
 
 def test_cells():
@@ -168,5 +167,5 @@ def test_a_run_that_was_stopped_is_continued(tmp_path):
     runs.make_all([runs.Run("a row", 3, "--no-such-flag", "", held_out)], tmp_path, 1, "")
     steps = runs.read_metrics(tmp_path / "a-row-3")
     assert steps[:1] == first and [step["step"] for step in steps] == [1, 2, 3]
-    assert runs.held_out(tmp_path / "a-row-3").keys() == {"held out, T = 1", "held out, T = 0.7"}
+    assert runs.held_out(tmp_path / "a-row-3").keys() >= {"held out at T = 0.7"}
     assert not (tmp_path / "a-row-3" / "checkpoints").exists()
