@@ -21,7 +21,7 @@ THRESHOLDS = (0.0002, 0.0006, 0.002, 0.006, 0.02)  # tau_p
 NOISE = (0, 1, 3, 8, 12)  # % of the response tokens in the base model's pre-training
 MODELS = [(noise, number) for noise in (8, 3) for number in range(5)]
 SEEDS = range(2, 7)  # 0 and 1 chose the settings of tests/tiny
-SETTINGS = {"": "", "first": "--steps 28", "long": "--steps 100"}  # first: the README's commands
+SETTINGS = {"": "", "28 steps": "--steps 28", "100 steps": "--steps 100"}  # with their flags
 SETTINGS |= {f"q {q}": f"--q {q}" for q in QUANTILES if q != 0.75}
 SETTINGS |= {f"tau_p {tau_p}": f"--tau_p {tau_p}" for tau_p in THRESHOLDS if tau_p != 0.002}
 RATES = {"half the rate": "1.5e-4", "twice the rate": "6e-4", "four times the rate": "1.2e-3"}
@@ -91,17 +91,27 @@ def differences(gaps: Rows, lines: Lines, name: str, more: dict[str, str]) -> st
     return f"{table(columns, gaps, lines, name)}\n\n{resolved(SPANS, gaps)}"
 
 
-def themselves(lines: Lines, setting: str = "") -> str:
+def own_numbers(lines: Lines, settings: Iterable[str]) -> str:
     """A table of STAPO's and JustRL's own numbers."""
-    columns = {"silenced, %": "mean .2f", "entropy": ".3f"} | dict.fromkeys(SPANS, ".1f")
-    return table(columns, {name: rows_of(lines).get(row(name, setting), {}) for name in PAIR})
+    names = [(name, setting) for setting in settings for name in PAIR]
+    rows = {", ".join(filter(None, name)): rows_of(lines).get(row(*name), {}) for name in names}
+    return table({"silenced, %": "mean .2f", "entropy": ".3f"} | dict.fromkeys(SPANS, ".1f"), rows)
+
+
+def report_settings(lines: Lines, settings: Iterable[str], name: str) -> str:
+    """STAPO and JustRL in these settings, and their differences."""
+    rows, gaps = rows_of(lines), {}
+    for setting in settings:
+        gaps[f"JustRL, {setting}"] = minus(rows, row("JustRL", setting), row("STAPO", setting))
+    more = {"entropy, ratio": "mean .2f"}
+    return f"{own_numbers(lines, settings)}\n\n{differences(gaps, lines, name, more)}"
 
 
 def report_methods(lines: Lines) -> str:
     rows = rows_of(lines)
     gaps = {name: minus(rows, row(name), row("STAPO")) for name in ALL if name != "STAPO"}
     more = {"entropy, ratio": "mean .2f", "10 to 20, each": "each +.1f"}
-    return f"{themselves(lines)}\n\n{differences(gaps, lines, 'methods', more)}"
+    return f"{own_numbers(lines, [''])}\n\n{differences(gaps, lines, 'methods', more)}"
 
 
 def report_masks(lines: Lines) -> str:
@@ -115,12 +125,6 @@ def report_masks(lines: Lines) -> str:
         if name.startswith(("q", "tau_p")):
             gaps[f"STAPO, {name}"] = minus(rows, row("STAPO", name), row("STAPO"))
     return differences(gaps, lines, "masks", {"entropy, ratio": "mean .2f"})
-
-
-def report_rates(lines: Lines) -> str:
-    rows = rows_of(lines)
-    gaps = {rate: minus(rows, row("JustRL", rate), row("STAPO", rate)) for rate in RATES}
-    return differences(gaps, lines, "rates", {"entropy, ratio": "mean .2f"})
 
 
 def report_noise(lines: Lines) -> str:
@@ -171,11 +175,16 @@ for _setting in SETTINGS:
 PARTS = {
     "methods": (METHOD_RUNS, report_methods),
     "masks": (MASK_RUNS, report_masks),
-    "rates": (sum((some_runs(PAIR, SEEDS, rate) for rate in RATES), []), report_rates),
+    "rates": (
+        sum((some_runs(PAIR, SEEDS, rate) for rate in RATES), []),
+        lambda lines: report_settings(lines, RATES, "rates"),
+    ),
+    "lengths": (
+        some_runs(PAIR, range(5), "28 steps") + some_runs(PAIR, SEEDS[:3], "100 steps"),
+        lambda lines: report_settings(lines, ["28 steps", "100 steps"], "lengths"),
+    ),
     "noise": (sum((some_runs(PAIR, SEEDS, "", noise) for noise in NOISE), []), report_noise),
     "bases": (sum((some_runs(PAIR, SEEDS[:2], "", *m) for m in MODELS), []), report_bases),
-    "long": (some_runs(PAIR, SEEDS[:3], "long"), lambda lines: themselves(lines, "long")),
-    "first": (some_runs(PAIR, range(5), "first"), lambda lines: themselves(lines, "first")),
 }
 
 if __name__ == "__main__":
