@@ -1,7 +1,7 @@
 """What the gradient of the silenced tokens alone does to the entropy of the tiny model in one step.
 
     python experiments/causal.py                                        # the base model
-    python experiments/causal.py --model RUN/checkpoints/step_000028    # a trained model
+    python experiments/causal.py --model runs/tiny/checkpoints/step_000028    # a trained model
 
 Each batch is sampled from the same model, pi_old. The model takes one plain gradient step up the
 objective over one set of the batch's tokens, every response token is measured, and the weights are

@@ -1,6 +1,7 @@
 """The experiments: their statistics by hand, their data beside the page, and each of them run."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,13 @@ def test_the_page_has_the_tables_of_the_committed_data(file):
     for line in lines:
         if not line.startswith(("|  | n |", "|---")):  # columns have their words on the page
             assert " ".join(line.split()) in flat, line
+
+
+def test_the_readme_repeats_numbers_of_the_tables():
+    """Perhaps with the other sign."""
+    tables = [line for line in PAGE.splitlines() if line.startswith("|")]
+    for number in re.findall(r"\d[\d.]* ± \d+\.\d+", (ROOT / "README.md").read_text()):
+        assert any(number in line for line in tables), number
 
 
 def test_the_data_is_small_and_says_where_it_comes_from():
