@@ -6,7 +6,7 @@ A model like tests/tiny, for the same sums, begins each response with one of 800
 Behind 32 useful words it works the sum out, and behind 768 guess words it guesses a number. A
 response earns +1 if its answer is right and its opening is useful. In the base model every word has
 p of about 1/800, below tau_p, and H is about ln 800, above most candidates. So FullMask silences a
-useful opening of a right answer, and STAPO keeps it if H is above tau_h. docs/experiments.md has the table.
+useful opening of a right answer, and STAPO keeps it if H is above tau_h.
 """
 
 import random
