@@ -116,13 +116,9 @@ def report(lines: Lines) -> str:
     return runs.table(COLUMNS, runs.rows_of(lines), lines, "openings")
 
 
-def main() -> None:
+if __name__ == "__main__":
     if sys.argv[1:2] == ["base"]:  # openings.py base --output FOLDER
         make_base(Path(sys.argv[3]))
     else:
         parts = {"openings": (list_runs(), report)}
         runs.main(__doc__, measure, ["accuracy", "entropy", "silenced_fraction"], parts)
-
-
-if __name__ == "__main__":
-    main()

@@ -145,9 +145,8 @@ def report_bases(lines: Lines) -> str:
         if gaps:
             means = {key: fmean(gap[key] for gap in gaps) for key in gaps[0]}
             over.setdefault(f"{noise} % of noise", {})[number] = means
-    several = {noise: models for noise, models in over.items() if len(models) > 1}
     more = {"log-odds": "+.2f", "entropy, ratio": ".2f", "10 to 20, each": "each +.1f"}
-    return differences(several, lines, "bases", more)
+    return differences(over, lines, "bases", more)
 
 
 def figure(lines: Lines, file: Path) -> None:
