@@ -31,9 +31,6 @@ def printed(name: str, *flags: str) -> list[str]:
     return subprocess.check_output(argv, cwd=ROOT, text=True).splitlines()
 
 
-# ------------------------------------------------------------------------------------------- data
-
-
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_the_page_has_the_tables_of_the_committed_data(file):
     """Each row of each table, and each sentence about which differences are resolved."""
@@ -60,9 +57,6 @@ def test_the_data_is_small_and_says_where_it_comes_from():
         assert measured != entered, line["row"]
 
 
-# -------------------------------------------------------------------------------------- statistics
-
-
 @pytest.mark.parametrize("n", runs.T_95)
 def test_the_paired_test_agrees_with_the_published_quantiles(n):
     """Values whose t is the 97.5 % quantile have p = 0.05."""
@@ -85,9 +79,6 @@ def test_cells():
     assert runs.cell([1.0, 3.0], "+.1f") == "+2.0 ± 1.0"
     assert runs.cell([1.0, 3.0], "mean .2f") == "2.00"
     assert runs.cell([1.0, 3.0], "95 .1f") == "2.0 (-10.7 to 14.7)"  # 12.71 errors of 1
-
-
-# --------------------------------------------------------------------------------------- the runs
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
