@@ -80,4 +80,5 @@ def figure(lines: Lines, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    runs.main(__doc__, measure, ["entropy"], {"drift": (list_runs(), report)}, figure)
+    parts = {"drift": (list_runs(), report)}
+    runs.main(__doc__, measure, ["entropy", "low_prob_fraction"], parts, figure)
