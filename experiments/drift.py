@@ -5,18 +5,26 @@ python experiments/drift.py --table --figure docs/drift.png
 """
 
 import hashlib
+from functools import partial
 from pathlib import Path
 
 import runs
 from runs import Lines, Run, by_step, rows_of, table
 
-STEPS, LONG = 130, 300
-FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028
+from reward import math_reward
+
+FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028 --steps 130
     --reward experiments/drift.py:nine_of_ten --save_every 0 --log_samples 0"""
 HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 4"
 SIX = {"STAPO": "stapo", "JustRL": "justrl"}  # seeds
 THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}
 THREE |= {"FullMask": "full-mask", "random candidates": "random"}
+MORE = {  # rows of the last seed, under STAPO and JustRL
+    "300 steps": "--steps 300",
+    "one problem of five graded": "--reward experiments/drift.py:graded_20",
+    "one problem of twenty graded": "--reward experiments/drift.py:graded_5",
+    "30 % of right answers refused": "--reward experiments/drift.py:refused_30",
+}
 COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
 COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
 COLUMNS |= {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f"}
@@ -33,18 +41,33 @@ def nine_of_ten(response: str, row: dict) -> float:
     return 1.0 if chance(row["problem"], response) < 0.9 else -1.0
 
 
+def graded(response: str, row: dict, share: float) -> float:
+    """The usual reward for a share of the problems, and nine_of_ten for the others."""
+    if chance(row["problem"], "") < share:
+        return math_reward(response, row["answer"])
+    return nine_of_ten(response, row)
+
+
+graded_5 = partial(graded, share=0.05)
+graded_20 = partial(graded, share=0.20)
+
+
+def refused_30(response: str, row: dict) -> float:
+    """The usual reward, but -1 for 30 % of the right answers, by chance."""
+    refused = chance(row["problem"], response) < 0.3
+    return -1.0 if refused else math_reward(response, row["answer"])
+
+
 def list_runs() -> list[Run]:
-    """Seeds 5 and up, because trials had seeds 0 to 4. Seed 10 also has runs of 300 steps."""
+    """Seeds 5 and up, because trials had seeds 0 to 4."""
     found = []
     for seed in range(5, 11):
         base = f"stapo.py @tests/tiny/args --seed {seed}"
-        methods = SIX | THREE if seed < 8 else SIX
+        methods = SIX | THREE if seed < 8 else dict(SIX)
+        for title, flags in MORE.items() if seed == 10 else []:
+            methods |= {f"{row}, {title}": f"{method} {flags}" for row, method in SIX.items()}
         for row, method in methods.items():
-            flags = f"{FLAGS} --method {method} --steps {STEPS}"
-            found.append(Run(row, seed, flags, base, HELD_OUT))
-    for row, method in SIX.items():
-        flags = f"{FLAGS} --method {method} --steps {LONG}"
-        found.append(Run(f"{row}, {LONG} steps", 10, flags, base, HELD_OUT))
+            found.append(Run(row, seed, f"{FLAGS} --method {method}", base, HELD_OUT))
     return found
 
 
@@ -72,7 +95,7 @@ def report(lines: Lines) -> str:
 
 def figure(lines: Lines, file: Path) -> None:
     """Entropy by the step, of all rows and of the long runs."""
-    long = [f"{row}, {LONG} steps" for row in SIX]
+    long = [f"{row}, 300 steps" for row in SIX]
     panels = {"entropy, nats": [*SIX, *THREE], "entropy, nats: seed 10": long}
     for title, rows in panels.items():
         panels[title] = {row: by_step(lines, row, "entropy") for row in rows}
