@@ -1,6 +1,6 @@
-"""A reward that says nothing: which methods' entropy rises after a finished run.
+"""A reward that says nothing, or a little: which methods' entropy rises after a finished run.
 
-python experiments/drift.py --jobs 2    # the runs and the table: two hours
+python experiments/drift.py --jobs 2    # the runs and the table: an hour and a half
 python experiments/drift.py --table --figure docs/drift.png
 """
 
@@ -16,15 +16,18 @@ from reward import math_reward
 FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028 --steps 130
     --reward experiments/drift.py:nine_of_ten --save_every 0 --log_samples 0"""
 HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 4"
-SIX = {"STAPO": "stapo", "JustRL": "justrl"}  # seeds
-THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}
+SIX = {"STAPO": "stapo", "JustRL": "justrl"}  # these have six seeds
+THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}  # these three
 THREE |= {"FullMask": "full-mask", "random candidates": "random"}
-MORE = {  # rows of the last seed, under STAPO and JustRL
+LAST = {}  # the last seed alone
+for _title, _flags in {
     "300 steps": "--steps 300",
     "one problem of five graded": "--reward experiments/drift.py:graded_20",
     "one problem of twenty graded": "--reward experiments/drift.py:graded_5",
     "30 % of right answers refused": "--reward experiments/drift.py:refused_30",
-}
+}.items():
+    for _row, _method in SIX.items():
+        LAST[f"{_row}, {_title}"] = f"{_method} {_flags}"
 COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
 COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
 COLUMNS |= {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f"}
@@ -63,9 +66,9 @@ def list_runs() -> list[Run]:
     found = []
     for seed in range(5, 11):
         base = f"stapo.py @tests/tiny/args --seed {seed}"
-        methods = SIX | THREE if seed < 8 else dict(SIX)
-        for title, flags in MORE.items() if seed == 10 else []:
-            methods |= {f"{row}, {title}": f"{method} {flags}" for row, method in SIX.items()}
+        methods = SIX | THREE if seed < 8 else SIX
+        if seed == 10:
+            methods = SIX | LAST
         for row, method in methods.items():
             found.append(Run(row, seed, f"{FLAGS} --method {method}", base, HELD_OUT))
     return found
@@ -95,11 +98,9 @@ def report(lines: Lines) -> str:
 
 def figure(lines: Lines, file: Path) -> None:
     """Entropy by the step, of all rows and of the long runs."""
-    long = [f"{row}, 300 steps" for row in SIX]
-    panels = {"entropy, nats": [*SIX, *THREE], "entropy, nats: seed 10": long}
-    for title, rows in panels.items():
-        panels[title] = {row: by_step(lines, row, "entropy") for row in rows}
-    runs.draw(file, panels, "step")
+    all_rows = {row: by_step(lines, row, "entropy") for row in SIX | THREE}
+    long = {row: by_step(lines, f"{row}, 300 steps", "entropy") for row in SIX}
+    runs.draw(file, {"entropy, nats": all_rows, "entropy, nats: seed 10": long}, "step")
 
 
 if __name__ == "__main__":

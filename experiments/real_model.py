@@ -51,13 +51,13 @@ def list_recipe() -> list[Run]:
     return found
 
 
-def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int], steps: int = 30) -> list[Run]:
+def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int]) -> list[Run]:
     """Runs under a reward that is turned over for `share` % of the texts.
 
     Two updates a step, so the second one has ratios. The runs of a seed follow each other: a seed
     that is not finished can be left out without a choice.
     """
-    flags = f"""{RECIPE} --model {{base}}/checkpoints/step_000010 --steps {steps} --save_every 10
+    flags = f"""{RECIPE} --model {{base}}/checkpoints/step_000010 --steps 30 --save_every 10
         --batch_size 16 --mini_batch_size 8 --reward experiments/real_model.py:turned_{share}"""
     found = []
     for seed in seeds:

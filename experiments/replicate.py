@@ -93,9 +93,13 @@ def differences(gaps: Rows, lines: Lines, name: str, more: dict[str, str]) -> st
 
 def own_numbers(lines: Lines, settings: Iterable[str]) -> str:
     """A table of STAPO's and JustRL's own numbers."""
-    names = [(name, setting) for setting in settings for name in PAIR]
-    rows = {", ".join(filter(None, name)): rows_of(lines).get(row(*name), {}) for name in names}
-    return table({"silenced, %": "mean .2f", "entropy": ".3f"} | dict.fromkeys(SPANS, ".1f"), rows)
+    columns = {"silenced, %": "mean .2f", "entropy": ".3f"} | dict.fromkeys(SPANS, ".1f")
+    rows = {}
+    for setting in settings:
+        for name in PAIR:
+            title = f"{name}, {setting}" if setting else name
+            rows[title] = rows_of(lines).get(row(name, setting), {})
+    return table(columns, rows)
 
 
 def report_settings(lines: Lines, settings: Iterable[str], name: str) -> str:

@@ -69,9 +69,7 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", [README, *PAGES, *RECIPES], ids=lambda page: page.name)
 def test_flags_exist(page):
-    known = {
-        field.name for config in (stapo.Config, evaluation.EvalConfig) for field in fields(config)
-    }
+    known = {field.name for field in fields(stapo.Config) + fields(evaluation.EvalConfig)}
     mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text()))
     programs = [*ROOT.glob("scripts/*.py"), *ROOT.glob("experiments/*.py")]
     scripts = "".join(file.read_text() for file in programs)

@@ -102,6 +102,11 @@ def test_rewards_by_chance_pay_as_often_as_they_say():
     assert paid.count(1.0) / 4000 == pytest.approx(0.9, abs=0.02)
     turned = [real_model.turned_20(text, row) for text in texts]  # all are right
     assert turned.count(-1.0) / 4000 == pytest.approx(0.2, abs=0.02)
+    sums = [{"problem": f"{n}+0", "answer": "7"} for n in range(4000)]
+    refused = [drift.refused_30(r"\boxed{7}", each) for each in sums]  # all are right
+    assert refused.count(-1.0) / 4000 == pytest.approx(0.3, abs=0.02)
+    wrong = [drift.graded_20(r"\boxed{8}", each) for each in sums]  # 0.2 graded, 0.1 of the others
+    assert wrong.count(-1.0) / 4000 == pytest.approx(0.2 + 0.8 * 0.1, abs=0.02)
 
 
 @pytest.mark.slow
@@ -166,5 +171,6 @@ def test_a_run_that_was_stopped_is_continued(tmp_path):
     runs.make_all([runs.Run("a row", 3, "--no-such-flag", "", held_out)], tmp_path, 1, "")
     steps = runs.read_metrics(tmp_path / "a-row-3")
     assert steps[:1] == first and [step["step"] for step in steps] == [1, 2, 3]
-    assert runs.held_out(tmp_path / "a-row-3").keys() >= {"held out at T = 0.7"}
+    both = {"held out at T = 1", "held out at T = 0.7"}
+    assert runs.held_out(tmp_path / "a-row-3").keys() == both
     assert not (tmp_path / "a-row-3" / "checkpoints").exists()
