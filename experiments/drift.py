@@ -93,7 +93,7 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def report(lines: Lines) -> str:
-    return table(COLUMNS, rows_of(lines), lines, "drift")
+    return table(COLUMNS, rows_of(lines))
 
 
 def figure(lines: Lines, file: Path) -> None:

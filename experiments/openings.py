@@ -33,6 +33,7 @@ HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 1"
 COLUMNS = dict.fromkeys(("half", "+1, 10 to 20", "+1, last five"), ".1f")
 COLUMNS |= dict.fromkeys(("held out at T = 1", "held out at T = 0.7", "useful, %"), ".1f")
 COLUMNS |= {"entropy, last five": ".2f"}
+TESTED = ("+1, 10 to 20", "+1, last five", "held out at T = 1", "held out at T = 0.7")
 
 
 def useful_and_right(response: str, row: dict) -> float:
@@ -113,7 +114,13 @@ def measure(folder: Path) -> dict[str, float | None]:
 
 
 def report(lines: Lines) -> str:
-    return runs.table(COLUMNS, runs.rows_of(lines), lines, "openings")
+    """The methods' own numbers, and the others minus STAPO."""
+    rows = runs.rows_of(lines)
+    gaps = {name: runs.minus(rows[name], rows["STAPO"], COLUMNS) for name in rows}
+    del gaps["STAPO"]
+    signed = {key: f"+{form}" for key, form in COLUMNS.items()}
+    tables = [runs.table(COLUMNS, rows), runs.table(signed, gaps)]
+    return "\n\n".join([*tables, runs.resolved(TESTED, gaps)])
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ sys.path.insert(0, str(runs.ROOT / "scripts"))
 from rewards import one_sentence  # noqa: E402
 
 RECIPE = "@recipes/smollm2-135m-cpu --eval_every 0 --log_samples 128"
-HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl --samples 4
-    --reward scripts/rewards.py:one_sentence"""
+HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl
+    --reward scripts/rewards.py:one_sentence --samples"""
+PAIR = ("STAPO", "JustRL")
 ARMS = {"STAPO": "stapo --q 0.5", "JustRL": "justrl", "highest entropy": "high-entropy --q 0.5"}
 COLUMNS = {"entropy, first three": ".2f", "entropy, last ten": ".2f", "rise": ".2f"}
 COLUMNS |= {"rare, %": ".2f", "silenced, %": ".3f", "clip_high, %": ".2f", "cut off, %": ".1f"}
@@ -45,9 +46,12 @@ turned_50 = partial(turned_over, share=0.50)
 def list_recipe() -> list[Run]:
     found = []
     for seed in range(5):
-        for name in ("STAPO", "JustRL"):
+        for name in PAIR:
             flags = f"{RECIPE} --model {{model}} --method {runs.METHODS[name]}"
-            found.append(Run(f"recipe, {name}", seed, flags, "", HELD_OUT))
+            found.append(Run(f"recipe, {name}", seed, flags, "", f"{HELD_OUT} 2"))
+            if seed < 2:
+                row, flags = f"recipe, {name}, four times the rate", f"{flags} --lr 1e-4"
+                found.append(Run(row, seed, flags, "", f"{HELD_OUT} 2"))
     return found
 
 
@@ -64,7 +68,7 @@ def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int]) -> list[Ru
         base = f"stapo.py {RECIPE} --model {{model}} --method justrl --seed {seed}"
         for name, method in arms.items():
             row = f"{share} % turned over, {name}"
-            found.append(Run(row, seed, f"{flags} --method {method}", base, HELD_OUT))
+            found.append(Run(row, seed, f"{flags} --method {method}", base, f"{HELD_OUT} 4"))
     return found
 
 
@@ -95,10 +99,17 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def report_recipe(lines: Lines) -> str:
+    """Both methods, and JustRL minus STAPO, paired over seeds."""
     columns = {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f", "entropy": ".3f"}
     columns |= {"rare, %": ".2f", "silenced, %": ".3f", "cut off, %": ".1f"}
-    rows = {row: runs for row, runs in rows_of(lines).items() if row.startswith("recipe")}
-    return table(columns, rows, lines, "recipe")
+    rows: Rows = {}
+    gaps: Rows = {}
+    for rate in ("", ", four times the rate"):
+        stapo, justrl = (rows_of(lines).get(f"recipe, {name}{rate}", {}) for name in PAIR)
+        rows |= {f"STAPO{rate}": stapo, f"JustRL{rate}": justrl}
+        gaps[f"JustRL{rate}"] = runs.minus(justrl, stapo, columns)
+    signed = {key: f"+{form}" for key, form in columns.items()}
+    return f"{table(columns, rows)}\n\n{table(signed, gaps)}"
 
 
 def report_pilots(lines: Lines) -> str:
@@ -124,7 +135,7 @@ def report_errs(lines: Lines) -> str:
 
 def figure(lines: Lines, file: Path) -> None:
     """The entropy of the pilots and of the arms, by the step."""
-    names = [line["row"] for line in lines if "seed" in line]
+    names = [line["row"] for line in lines]
     pilots = {name: by_step(lines, name, "entropy") for name in names if "pilot" in name}
     arms = {name: by_step(lines, f"{SHARE} % turned over, {name}", "entropy") for name in ARMS}
     panels = {"entropy, nats: pilots": pilots}

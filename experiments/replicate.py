@@ -72,23 +72,22 @@ def measure(folder: Path) -> dict[str, float]:
 
 def minus(rows: Rows, name: str, other: str) -> dict[int, dict[str, float]]:
     """By the seed: the numbers of a row minus those of another row."""
-    found = {}
-    for seed in sorted(rows.get(name, {}).keys() & rows.get(other, {}).keys()):
+    found = runs.minus(rows.get(name, {}), rows.get(other, {}), SPANS)
+    for seed, gap in found.items():
         mine, its = rows[name][seed], rows[other][seed]
         odds = [each["10 to 20"] / (100 - each["10 to 20"]) for each in (mine, its)]
-        found[seed] = {span: mine[span] - its[span] for span in SPANS}
-        found[seed]["10 to 20, each"] = found[seed]["10 to 20"]
-        found[seed]["log-odds"] = math.log(odds[0] / odds[1])
-        found[seed]["entropy, ratio"] = mine["entropy"] / its["entropy"]
-        found[seed]["silenced, %"] = its["silenced, %"]
+        gap["10 to 20, each"] = gap["10 to 20"]
+        gap["log-odds"] = math.log(odds[0] / odds[1])
+        gap["entropy, ratio"] = mine["entropy"] / its["entropy"]
+        gap["silenced, %"] = its["silenced, %"]
     return found
 
 
-def differences(gaps: Rows, lines: Lines, name: str, more: dict[str, str]) -> str:
+def differences(gaps: Rows, more: dict[str, str]) -> str:
     """A table of paired differences in points, and which of them are resolved."""
     gaps = {title: runs_of_row for title, runs_of_row in gaps.items() if runs_of_row}
     columns = dict.fromkeys(SPANS, "+.1f") | more
-    return f"{table(columns, gaps, lines, name)}\n\n{resolved(SPANS, gaps)}"
+    return f"{table(columns, gaps)}\n\n{resolved(SPANS, gaps)}"
 
 
 def own_numbers(lines: Lines, settings: Iterable[str]) -> str:
@@ -102,20 +101,20 @@ def own_numbers(lines: Lines, settings: Iterable[str]) -> str:
     return table(columns, rows)
 
 
-def report_settings(lines: Lines, settings: Iterable[str], name: str) -> str:
+def report_settings(lines: Lines, settings: Iterable[str]) -> str:
     """STAPO and JustRL in these settings, and their differences."""
     rows, gaps = rows_of(lines), {}
     for setting in settings:
         gaps[f"JustRL, {setting}"] = minus(rows, row("JustRL", setting), row("STAPO", setting))
     more = {"entropy, ratio": "mean .2f"}
-    return f"{own_numbers(lines, settings)}\n\n{differences(gaps, lines, name, more)}"
+    return f"{own_numbers(lines, settings)}\n\n{differences(gaps, more)}"
 
 
 def report_methods(lines: Lines) -> str:
     rows = rows_of(lines)
     gaps = {name: minus(rows, row(name), row("STAPO")) for name in ALL if name != "STAPO"}
     more = {"entropy, ratio": "mean .2f", "10 to 20, each": "each +.1f"}
-    return f"{own_numbers(lines, [''])}\n\n{differences(gaps, lines, 'methods', more)}"
+    return f"{own_numbers(lines, [''])}\n\n{differences(gaps, more)}"
 
 
 def report_masks(lines: Lines) -> str:
@@ -128,7 +127,7 @@ def report_masks(lines: Lines) -> str:
     for name in SETTINGS:
         if name.startswith(("q", "tau_p")):
             gaps[f"STAPO, {name}"] = minus(rows, row("STAPO", name), row("STAPO"))
-    return differences(gaps, lines, "masks", {"entropy, ratio": "mean .2f"})
+    return differences(gaps, {"entropy, ratio": "mean .2f"})
 
 
 def report_noise(lines: Lines) -> str:
@@ -137,7 +136,7 @@ def report_noise(lines: Lines) -> str:
         justrl, stapo = row("JustRL", noise=noise), row("STAPO", noise=noise)
         gaps[f"{noise} % of noise"] = minus(rows_of(lines), justrl, stapo)
     more = {"silenced, %": "mean .2f", "log-odds": "mean +.2f", "entropy, ratio": "mean .2f"}
-    return differences(gaps, lines, "noise", more)
+    return differences(gaps, more)
 
 
 def report_bases(lines: Lines) -> str:
@@ -150,7 +149,7 @@ def report_bases(lines: Lines) -> str:
             means = {key: fmean(gap[key] for gap in gaps) for key in gaps[0]}
             over.setdefault(f"{noise} % of noise", {})[number] = means
     more = {"log-odds": "+.2f", "entropy, ratio": ".2f", "10 to 20, each": "each +.1f"}
-    return differences(over, lines, "bases", more)
+    return differences(over, more)
 
 
 def figure(lines: Lines, file: Path) -> None:
@@ -180,11 +179,11 @@ PARTS = {
     "masks": (MASK_RUNS, report_masks),
     "rates": (
         sum((some_runs(PAIR, SEEDS, rate) for rate in RATES), []),
-        lambda lines: report_settings(lines, RATES, "rates"),
+        lambda lines: report_settings(lines, RATES),
     ),
     "lengths": (
         some_runs(PAIR, range(5), "28 steps") + some_runs(PAIR, SEEDS[:3], "100 steps"),
-        lambda lines: report_settings(lines, ["28 steps", "100 steps"], "lengths"),
+        lambda lines: report_settings(lines, ["28 steps", "100 steps"]),
     ),
     "noise": (sum((some_runs(PAIR, SEEDS, "", noise) for noise in NOISE), []), report_noise),
     "bases": (sum((some_runs(PAIR, SEEDS[:2], "", *m) for m in MODELS), []), report_bases),

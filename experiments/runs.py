@@ -20,7 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, stdev
@@ -163,16 +163,25 @@ def short(value: float | None) -> float | None:
 # ----------------------------------------------------------------------------------------- tables
 
 Lines = list[dict[str, Any]]  # of a results file
-Rows = dict[Any, dict[Any, dict[str, Any]]]  # row -> seed -> numbers of the run, by their column
+Runs = dict[Any, dict[str, Any]]  # seed -> numbers of the run, by their column
+Rows = dict[Any, Runs]
 
 
 def rows_of(lines: Lines) -> Rows:
     """The numbers of the runs in a results file."""
     rows: Rows = {}
     for line in lines:
-        if "seed" in line:
-            rows.setdefault(line["row"], {})[line["seed"]] = line["numbers"]
+        rows.setdefault(line["row"], {})[line["seed"]] = line["numbers"]
     return rows
+
+
+def minus(mine: Runs, other: Runs, columns: Iterable[str]) -> Runs:
+    """The numbers of a row's runs minus those of another row's, paired by the seed."""
+    found: Runs = {}
+    for seed in sorted(mine.keys() & other.keys()):
+        pairs = {key: (mine[seed][key], other[seed][key]) for key in columns}
+        found[seed] = {key: None if None in (a, b) else a - b for key, (a, b) in pairs.items()}
+    return found
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -199,12 +208,10 @@ def cell(values: list[float], form: str) -> str:
     return f"{mean:{form}} ± {error:{form.removeprefix('+')}}"
 
 
-def table(columns: dict[str, str], rows: Rows, lines: Lines = (), name: str = "") -> str:
+def table(columns: dict[str, str], rows: Rows) -> str:
     """`columns` are the numbers to show of each run, and how `cell` shows them.
 
-    A number that is None in some runs is taken over the others. Below these rows are those that
-    `lines` enters into the table `name`: runs from before data was kept, of which only the cells
-    are known. They are marked with a dagger.
+    A number that is None in some runs is taken over the others.
     """
     shown = []
     for row, runs in [(row, runs) for row, runs in rows.items() if runs]:
@@ -213,9 +220,6 @@ def table(columns: dict[str, str], rows: Rows, lines: Lines = (), name: str = ""
             values = [runs[seed][key] for seed in sorted(runs) if runs[seed][key] is not None]
             some = f" ({len(values)} of {len(runs)})" if 0 < len(values) < len(runs) else ""
             shown[-1].append(cell(values, form) + some if values else "never")
-    for line in [line for line in lines if "cells" in line and line["table"] == name]:
-        cells = [line["cells"].get(key, "not measured") for key in columns]
-        shown.append([f"{line['row']} †", line["n"], *cells])
     return markdown(["", "n", *columns], shown)
 
 
@@ -256,7 +260,7 @@ Curves = dict[str, dict[float, list[float]]]  # label -> x -> a value of each ru
 
 def by_step(lines: Lines, row: str, key: str) -> dict[float, list[float]]:
     """A curve of `draw`: a metric of a row's runs by the step."""
-    series = [line["steps"][key] for line in lines if line["row"] == row and "seed" in line]
+    series = [line["steps"][key] for line in lines if line["row"] == row]
     return {step: list(values) for step, values in enumerate(zip(*series), 1)}
 
 
@@ -301,7 +305,7 @@ def finish(
 ) -> None:
     """Put the lines that were made into the file of results, and print the tables of all lines."""
     stored = read_rows(args.results) if args.results.exists() else []
-    lines = {(line["row"], line.get("seed"), line.get("table")): line for line in [*stored, *made]}
+    lines = {(line["row"], line["seed"]): line for line in [*stored, *made]}
     if made:
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
