@@ -24,7 +24,7 @@ from rewards import one_sentence  # noqa: E402
 
 RECIPE = "@recipes/smollm2-135m-cpu --eval_every 0 --log_samples 128"
 HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl
-    --reward scripts/rewards.py:one_sentence --samples"""
+    --reward scripts/rewards.py:one_sentence"""
 PAIR = ("STAPO", "JustRL")
 ARMS = {"STAPO": "stapo --q 0.5", "JustRL": "justrl", "highest entropy": "high-entropy --q 0.5"}
 COLUMNS = {"entropy, first three": ".2f", "entropy, last ten": ".2f", "rise": ".2f"}
@@ -44,14 +44,16 @@ turned_50 = partial(turned_over, share=0.50)
 
 
 def list_recipe() -> list[Run]:
+    evaluation = f"{HELD_OUT} --samples 2"
     found = []
     for seed in range(5):
         for name in PAIR:
+            row = f"recipe, {name}"
             flags = f"{RECIPE} --model {{model}} --method {runs.METHODS[name]}"
-            found.append(Run(f"recipe, {name}", seed, flags, "", f"{HELD_OUT} 2"))
+            found.append(Run(row, seed, flags, "", evaluation))
             if seed < 2:
-                row, flags = f"recipe, {name}, four times the rate", f"{flags} --lr 1e-4"
-                found.append(Run(row, seed, flags, "", f"{HELD_OUT} 2"))
+                row, flags = f"{row}, four times the rate", f"{flags} --lr 1e-4"
+                found.append(Run(row, seed, flags, "", evaluation))
     return found
 
 
@@ -66,9 +68,10 @@ def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int]) -> list[Ru
     found = []
     for seed in seeds:
         base = f"stapo.py {RECIPE} --model {{model}} --method justrl --seed {seed}"
+        evaluation = f"{HELD_OUT} --samples 4"
         for name, method in arms.items():
             row = f"{share} % turned over, {name}"
-            found.append(Run(row, seed, f"{flags} --method {method}", base, f"{HELD_OUT} 4"))
+            found.append(Run(row, seed, f"{flags} --method {method}", base, evaluation))
     return found
 
 
@@ -109,7 +112,8 @@ def report_recipe(lines: Lines) -> str:
         rows |= {f"STAPO{rate}": stapo, f"JustRL{rate}": justrl}
         gaps[f"JustRL{rate}"] = runs.minus(justrl, stapo, columns)
     signed = {key: f"+{form}" for key, form in columns.items()}
-    return f"{table(columns, rows)}\n\n{table(signed, gaps)}"
+    tested = ("held out at T = 1", "held out at T = 0.7", "entropy")
+    return f"{table(columns, rows)}\n\n{table(signed, gaps)}\n\n{runs.resolved(tested, gaps)}"
 
 
 def report_pilots(lines: Lines) -> str:

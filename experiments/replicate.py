@@ -85,7 +85,6 @@ def minus(rows: Rows, name: str, other: str) -> dict[int, dict[str, float]]:
 
 def differences(gaps: Rows, more: dict[str, str]) -> str:
     """A table of paired differences in points, and which of them are resolved."""
-    gaps = {title: runs_of_row for title, runs_of_row in gaps.items() if runs_of_row}
     columns = dict.fromkeys(SPANS, "+.1f") | more
     return f"{table(columns, gaps)}\n\n{resolved(SPANS, gaps)}"
 

@@ -240,6 +240,7 @@ def resolved(columns: Sequence[str], rows: Rows) -> str:
     tests = {
         (row, key): p_value([run[key] for run in runs.values()])
         for row, runs in rows.items()
+        if runs
         for key in columns
     }
     if not tests:
