@@ -148,11 +148,11 @@ def figure(lines: Lines, file: Path) -> None:
     runs.draw(file, panels, "step")
 
 
-SHARE = 35  # % of the rewards, decided by the pilots
+SHARE = 35  # % of the rewards: no pilot rises
 PILOT = {"JustRL, pilot": "justrl"}
 PARTS = {
     "pilots": (sum((list_errs(PILOT, s, [200]) for s in (20, 35, 50)), []), report_pilots),
-    "errs": (list_errs(ARMS, SHARE, range(10, 14)), report_errs),
+    "errs": (list_errs(ARMS, SHARE, range(10, 13)), report_errs),
     "recipe": (list_recipe(), report_recipe),
 }
 CURVES = ("entropy", "entropy_p80", "entropy_p99", "accuracy", "low_prob_fraction", "candidates")
