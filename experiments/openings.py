@@ -118,9 +118,7 @@ def report(lines: Lines) -> str:
     rows = runs.rows_of(lines)
     gaps = {name: runs.minus(rows[name], rows["STAPO"], COLUMNS) for name in rows}
     del gaps["STAPO"]
-    signed = {key: f"+{form}" for key, form in COLUMNS.items()}
-    tables = [runs.table(COLUMNS, rows), runs.table(signed, gaps)]
-    return "\n\n".join([*tables, runs.resolved(TESTED, gaps)])
+    return f"{runs.table(COLUMNS, rows)}\n\n{runs.differences(COLUMNS, gaps, TESTED)}"
 
 
 if __name__ == "__main__":

@@ -111,9 +111,8 @@ def report_recipe(lines: Lines) -> str:
         stapo, justrl = (rows_of(lines).get(f"recipe, {name}{rate}", {}) for name in PAIR)
         rows |= {f"STAPO{rate}": stapo, f"JustRL{rate}": justrl}
         gaps[f"JustRL{rate}"] = runs.minus(justrl, stapo, columns)
-    signed = {key: f"+{form}" for key, form in columns.items()}
     tested = ("held out at T = 1", "held out at T = 0.7", "entropy")
-    return f"{table(columns, rows)}\n\n{table(signed, gaps)}\n\n{runs.resolved(tested, gaps)}"
+    return f"{table(columns, rows)}\n\n{runs.differences(columns, gaps, tested)}"
 
 
 def report_pilots(lines: Lines) -> str:

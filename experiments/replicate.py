@@ -70,7 +70,7 @@ def measure(folder: Path) -> dict[str, float]:
     }
 
 
-def minus(rows: Rows, name: str, other: str) -> dict[int, dict[str, float]]:
+def compare(rows: Rows, name: str, other: str) -> dict[int, dict[str, float]]:
     """By the seed: the numbers of a row minus those of another row."""
     found = runs.minus(rows.get(name, {}), rows.get(other, {}), SPANS)
     for seed, gap in found.items():
@@ -104,14 +104,14 @@ def report_settings(lines: Lines, settings: Iterable[str]) -> str:
     """STAPO and JustRL in these settings, and their differences."""
     rows, gaps = rows_of(lines), {}
     for setting in settings:
-        gaps[f"JustRL, {setting}"] = minus(rows, row("JustRL", setting), row("STAPO", setting))
+        gaps[f"JustRL, {setting}"] = compare(rows, row("JustRL", setting), row("STAPO", setting))
     more = {"entropy, ratio": "mean .2f"}
     return f"{own_numbers(lines, settings)}\n\n{differences(gaps, more)}"
 
 
 def report_methods(lines: Lines) -> str:
     rows = rows_of(lines)
-    gaps = {name: minus(rows, row(name), row("STAPO")) for name in ALL if name != "STAPO"}
+    gaps = {name: compare(rows, row(name), row("STAPO")) for name in ALL if name != "STAPO"}
     more = {"entropy, ratio": "mean .2f", "10 to 20, each": "each +.1f"}
     return f"{own_numbers(lines, [''])}\n\n{differences(gaps, more)}"
 
@@ -122,10 +122,10 @@ def report_masks(lines: Lines) -> str:
     for q in QUANTILES:
         for name in MASKS[1:]:
             lowest = row("STAPO", f"q {q}")
-            gaps[f"{name}, q = {q}"] = minus(rows, row(name, f"q {q}"), lowest)
+            gaps[f"{name}, q = {q}"] = compare(rows, row(name, f"q {q}"), lowest)
     for name in SETTINGS:
         if name.startswith(("q", "tau_p")):
-            gaps[f"STAPO, {name}"] = minus(rows, row("STAPO", name), row("STAPO"))
+            gaps[f"STAPO, {name}"] = compare(rows, row("STAPO", name), row("STAPO"))
     return differences(gaps, {"entropy, ratio": "mean .2f"})
 
 
@@ -133,7 +133,7 @@ def report_noise(lines: Lines) -> str:
     gaps = {}
     for noise in NOISE:
         justrl, stapo = row("JustRL", noise=noise), row("STAPO", noise=noise)
-        gaps[f"{noise} % of noise"] = minus(rows_of(lines), justrl, stapo)
+        gaps[f"{noise} % of noise"] = compare(rows_of(lines), justrl, stapo)
     more = {"silenced, %": "mean .2f", "log-odds": "mean +.2f", "entropy, ratio": "mean .2f"}
     return differences(gaps, more)
 
@@ -143,7 +143,7 @@ def report_bases(lines: Lines) -> str:
     over: Rows = {}
     for noise, number in MODELS:
         justrl, stapo = (row(name, noise=noise, number=number) for name in reversed(PAIR))
-        gaps = list(minus(rows_of(lines), justrl, stapo).values())[:2]
+        gaps = list(compare(rows_of(lines), justrl, stapo).values())[:2]
         if gaps:
             means = {key: fmean(gap[key] for gap in gaps) for key in gaps[0]}
             over.setdefault(f"{noise} % of noise", {})[number] = means

@@ -43,7 +43,9 @@ def test_pages_and_recipes_have_what_the_program_estimates():
         rows = [costs.cost(run, *place) for place in places]
         if run.startswith("@"):
             text = page(run[1:])
-            lines = [f"{r['GPUs']}: {r['GB of a GPU']} GB; {r['hours']} hours" for r in rows]
+            lines = [
+                f"{row['GPUs']}: {row['GB of a GPU']} GB; {row['hours']} hours" for row in rows
+            ]
             found = re.findall(r"^#   (\d+ x \w.*hours)$", text, re.MULTILINE)
             assert found == lines and f"disk: {rows[0]['GB of disk']} GB" in text
 
