@@ -118,7 +118,7 @@ def report(lines: Lines) -> str:
     rows = runs.rows_of(lines)
     gaps = {name: runs.minus(rows[name], rows["STAPO"], COLUMNS) for name in rows}
     del gaps["STAPO"]
-    return f"{runs.table(COLUMNS, rows)}\n\n{runs.differences(COLUMNS, gaps, TESTED)}"
+    return f"{runs.table(COLUMNS, rows)}\n\n{runs.signed_differences(COLUMNS, gaps, TESTED)}"
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def report_recipe(lines: Lines) -> str:
         rows |= {f"STAPO{rate}": stapo, f"JustRL{rate}": justrl}
         gaps[f"JustRL{rate}"] = runs.minus(justrl, stapo, columns)
     tested = ("held out at T = 1", "held out at T = 0.7", "entropy")
-    return f"{table(columns, rows)}\n\n{runs.differences(columns, gaps, tested)}"
+    return f"{table(columns, rows)}\n\n{runs.signed_differences(columns, gaps, tested)}"
 
 
 def report_pilots(lines: Lines) -> str:

@@ -254,7 +254,7 @@ def resolved(columns: Sequence[str], rows: Rows) -> str:
     return f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {'; '.join(some) or 'none'}."
 
 
-def differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str]) -> str:
+def signed_differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str]) -> str:
     """A table of paired differences with their signs, and which of the `tested` are resolved."""
     signed = {key: f"+{form}" for key, form in columns.items()}
     return f"{table(signed, gaps)}\n\n{resolved(tested, gaps)}"
