@@ -45,7 +45,8 @@ turned_50 = partial(turned_over, share=0.50)
 
 def list_recipe() -> list[Run]:
     evaluation = f"{HELD_OUT} --samples 2"
-    found = []
+    still = f"{RECIPE} --model {{model}} --lr 0 --steps 2"
+    found = [Run("recipe, before training", 0, still, "", f"{HELD_OUT} --samples 8")]
     for seed in range(5):
         for name in PAIR:
             row = f"recipe, {name}"
@@ -97,6 +98,8 @@ def measure(folder: Path) -> dict[str, float]:
         "clip_high, %": 100 * mean_over(lines, "clip_high", 2, end),
         "cut off, %": 100 * lines[-1]["truncated_fraction"],
         "right, %": 100 * fmean(right),
+        "seconds a step": fmean(line["rollout_seconds"] + line["update_seconds"] for line in lines),
+        "memory, GB": lines[-1]["peak_memory_gb"],
         **runs.held_out(folder),
     }
 
@@ -105,14 +108,15 @@ def report_recipe(lines: Lines) -> str:
     """Both methods, and JustRL minus STAPO, paired over seeds."""
     columns = {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f", "entropy": ".3f"}
     columns |= {"rare, %": ".2f", "silenced, %": ".3f", "cut off, %": ".1f"}
-    rows: Rows = {}
+    own = columns | {"seconds a step": "mean .0f", "memory, GB": "mean .1f"}
+    rows: Rows = {"before training": rows_of(lines).get("recipe, before training", {})}
     gaps: Rows = {}
     for rate in ("", ", four times the rate"):
         stapo, justrl = (rows_of(lines).get(f"recipe, {name}{rate}", {}) for name in PAIR)
         rows |= {f"STAPO{rate}": stapo, f"JustRL{rate}": justrl}
         gaps[f"JustRL{rate}"] = runs.minus(justrl, stapo, columns)
     tested = ("held out at T = 1", "held out at T = 0.7", "entropy")
-    return f"{table(columns, rows)}\n\n{runs.signed_differences(columns, gaps, tested)}"
+    return f"{table(own, rows)}\n\n{runs.signed_differences(columns, gaps, tested)}"
 
 
 def report_pilots(lines: Lines) -> str:

@@ -236,7 +236,7 @@ def p_value(values: Sequence[float]) -> float:
 
 
 def resolved(columns: Sequence[str], rows: Rows) -> str:
-    """A sentence: which differences of a table have p < 0.05 after Holm's correction over it."""
+    """Which differences of a table have p < 0.05: after Holm's correction over it, and alone."""
     tests = {
         (row, key): p_value([run[key] for run in runs.values()])
         for row, runs in rows.items()
@@ -245,13 +245,18 @@ def resolved(columns: Sequence[str], rows: Rows) -> str:
     }
     if not tests:
         return ""
-    found: dict[str, list[str]] = {row: [] for row in rows}
-    for rank, (row, key) in enumerate(sorted(tests, key=tests.get)):
-        if tests[row, key] >= 0.05 / (len(tests) - rank):
-            break
-        found[row].append(key)
-    some = [f"{row} ({', '.join(keys)})" for row, keys in found.items() if keys]
-    return f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {'; '.join(some) or 'none'}."
+    ranked = sorted(tests, key=tests.get)
+    fails = (i for i, test in enumerate(ranked) if tests[test] >= 0.05 / (len(ranked) - i))
+    passed = next(fails, len(ranked))
+    others = [test for test in ranked[passed:] if tests[test] < 0.05]
+    alone = [(row, f"{key}: {tests[row, key]:.3f}") for row, key in others]
+
+    def listed(some: list[tuple[str, str]]) -> str:
+        by_row = {row: ", ".join(text for each, text in some if each == row) for row in rows}
+        return "; ".join(f"{row} ({its})" for row, its in by_row.items() if its) or "none"
+
+    text = f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {listed(ranked[:passed])}."
+    return f"{text} Alone, also in {listed(alone)}."
 
 
 def signed_differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str]) -> str:
