@@ -146,11 +146,13 @@ def mean_over(lines: list[dict], key: str, first: int, last: int) -> float:
 def line(row: str, seed: int, numbers: dict[str, float | None]) -> dict[str, Any]:
     """A line of the results: a run's numbers, the processor and the versions."""
     file = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", file.read_text() if file.exists() else "")
+    found = re.search(
+        r"model\s*: (\d+)\s*model name\s*: (.*)", file.read_text() if file.exists() else ""
+    )
     return {
         "row": row,
         "seed": seed,
-        "processor": found[1].strip() if found else platform.processor(),
+        "processor": f"{found[2].strip()}, model {found[1]}" if found else platform.processor(),
         "versions": installed(),
         "numbers": {name: short(value) for name, value in numbers.items()},
     }
