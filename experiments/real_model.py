@@ -1,6 +1,6 @@
 """STAPO and JustRL on SmolLM2-135M: the recipe, and a verifier that errs.
 
-    python experiments/real_model.py --model FOLDER --only errs    # 40 to 90 minutes a run, one thread
+    python experiments/real_model.py --model FOLDER --only errs    # 40 to 90 minutes a run
     python experiments/real_model.py --table --figure docs/real-model.png
 
 "recipe": `stapo.py @recipes/smollm2-135m-cpu` over seeds. "errs": the reward is turned over for a
