@@ -9,6 +9,7 @@ docs/experiments.md makes FOLDER without the Hub.
 """
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -80,12 +81,17 @@ def measure(folder: Path) -> dict[str, float]:
     """Entropies in nats, the rest in percent; means over all steps but the first, or as named.
 
     "rare": tokens with p < 0.002 in responses that the reward took for right. "right": by
-    one_sentence, over the last ten steps, whatever the reward pays.
+    one_sentence, over the last ten steps, whatever the reward pays. "far is far": held-out
+    responses at temperature 1 with one word on both sides, such as "The opposite of far is far",
+    which one_sentence takes for right.
     """
     lines = runs.read_metrics(folder)
     end = len(lines)
     last = [row for row in runs.read_rows(folder / "samples.jsonl") if row["step"] > end - 10]
     right = [one_sentence(row["response"], {"answer": row["gold"]}) > 0 for row in last]
+    held_out = runs.read_rows(folder / "held-out" / "samples.jsonl")
+    texts = [row["response"] for row in held_out if row["decoding"] == "training"]
+    both_sides = [re.search(r"\b(\w+) is (the |a )?\1\b", text, re.I) is not None for text in texts]
     first_three = mean_over(lines, "entropy", 1, 3)
     last_ten = mean_over(lines, "entropy", end - 9, end)
     return {
@@ -98,6 +104,7 @@ def measure(folder: Path) -> dict[str, float]:
         "clip_high, %": 100 * mean_over(lines, "clip_high", 2, end),
         "cut off, %": 100 * lines[-1]["truncated_fraction"],
         "right, %": 100 * fmean(right),
+        "far is far, %": 100 * fmean(both_sides),
         "seconds a step": fmean(line["rollout_seconds"] + line["update_seconds"] for line in lines),
         "memory, GB": lines[-1]["peak_memory_gb"],
         **runs.held_out(folder),
@@ -137,7 +144,8 @@ def report_errs(lines: Lines) -> str:
                 "held out at T = 0.7": mine["held out at T = 0.7"] - stapo["held out at T = 0.7"],
             }
     endpoints = {"ln ratio of entropies": "95 +.2f", "held out at T = 0.7": "95 +.1f"}
-    return f"{table(COLUMNS, rows)}\n\n{table(endpoints, gaps)}"
+    own = COLUMNS | {"far is far, %": ".1f"}
+    return f"{table(own, rows)}\n\n{table(endpoints, gaps)}"
 
 
 def figure(lines: Lines, file: Path) -> None:

@@ -287,6 +287,7 @@ def draw(file: Path, panels: dict[str, Curves], x_label: str, scale: str = "line
 
     size = {"figsize": (3.6 * len(panels), 3.2), "layout": "constrained", "squeeze": False}
     picture, axes = plt.subplots(1, len(panels), **size)
+    named: set[str] = set()
     for axis, (title, curves) in zip(axes[0], panels.items()):
         for label, curve in curves.items():
             xs, runs = list(curve), list(curve.values())
@@ -294,7 +295,9 @@ def draw(file: Path, panels: dict[str, Curves], x_label: str, scale: str = "line
             low, high = [min(values) for values in runs], [max(values) for values in runs]
             axis.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, lw=0)
         axis.set(title=title, xlabel=x_label, xscale=scale)
-    axes[0][0].legend(fontsize=8)
+        if not set(curves) <= named:
+            axis.legend(fontsize=8)
+            named |= set(curves)
     picture.savefig(file, dpi=110)
 
 
