@@ -20,7 +20,7 @@ def one_sentence(response: str, row: dict) -> float:
 
     "The capital of Turkey is Ankara, a large city." is right for the answer Ankara. The answer must
     be among the first 12 words, and before the first comma, colon, slash, "or" and "and": a list of
-    guesses counts as its first guess, and a longer text has no better chance.
+    guesses counts as its first guess. "The opposite of far is far." is right for the answer far.
     """
     sentence = response.replace('"', "").strip()
     ends = re.fullmatch(r"[^.!?\n]+[.!]", sentence)  # and it holds no other sentence
