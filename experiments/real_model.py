@@ -1,6 +1,6 @@
 """STAPO and JustRL on SmolLM2-135M: the recipe, and a verifier that errs.
 
-    python experiments/real_model.py --model FOLDER --only errs    # 40 to 90 minutes a run
+    python experiments/real_model.py --model FOLDER --only errs    # 40 to 115 minutes a run
     python experiments/real_model.py --table --figure docs/real-model.png
 
 "recipe": `stapo.py @recipes/smollm2-135m-cpu` over seeds. "errs": the reward is turned over for a
@@ -82,16 +82,17 @@ def measure(folder: Path) -> dict[str, float]:
 
     "rare": tokens with p < 0.002 in responses that the reward took for right. "right": by
     one_sentence, over the last ten steps, whatever the reward pays. "far is far": held-out
-    responses at temperature 1 with one word on both sides, such as "The opposite of far is far",
-    which one_sentence takes for right.
+    responses at temperature 1 that count as right with one word on both sides, such as "The
+    opposite of far is far".
     """
     lines = runs.read_metrics(folder)
     end = len(lines)
     last = [row for row in runs.read_rows(folder / "samples.jsonl") if row["step"] > end - 10]
     right = [one_sentence(row["response"], {"answer": row["gold"]}) > 0 for row in last]
     held_out = runs.read_rows(folder / "held-out" / "samples.jsonl")
-    texts = [row["response"] for row in held_out if row["decoding"] == "training"]
-    both_sides = [re.search(r"\b(\w+) is (the |a )?\1\b", text, re.I) is not None for text in texts]
+    at_1 = [row for row in held_out if row["decoding"] == "training"]
+    both_sides = re.compile(r"\b(\w+) is (the |a )?\1\b", re.I)
+    gamed = [row["correct"] and bool(both_sides.search(row["response"])) for row in at_1]
     first_three = mean_over(lines, "entropy", 1, 3)
     last_ten = mean_over(lines, "entropy", end - 9, end)
     return {
@@ -104,7 +105,7 @@ def measure(folder: Path) -> dict[str, float]:
         "clip_high, %": 100 * mean_over(lines, "clip_high", 2, end),
         "cut off, %": 100 * lines[-1]["truncated_fraction"],
         "right, %": 100 * fmean(right),
-        "far is far, %": 100 * fmean(both_sides),
+        "far is far, %": 100 * fmean(gamed),
         "seconds a step": fmean(line["rollout_seconds"] + line["update_seconds"] for line in lines),
         "memory, GB": lines[-1]["peak_memory_gb"],
         **runs.held_out(folder),

@@ -258,7 +258,7 @@ def resolved(columns: Sequence[str], rows: Rows) -> str:
         return "; ".join(f"{row} ({its})" for row, its in by_row.items() if its) or "none"
 
     text = f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {listed(ranked[:passed])}."
-    return f"{text} Alone, also in {listed(alone)}."
+    return f"{text} Alone, also in {listed(alone)}." if alone else text
 
 
 def signed_differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str]) -> str:
