@@ -82,17 +82,17 @@ def measure(folder: Path) -> dict[str, float]:
 
     "rare": tokens with p < 0.002 in responses that the reward took for right. "right": by
     one_sentence, over the last ten steps, whatever the reward pays. "far is far": held-out
-    responses at temperature 1 that count as right with one word on both sides, such as "The
-    opposite of far is far".
+    responses that count as right with one word on both sides, as in "The opposite of far is far".
     """
     lines = runs.read_metrics(folder)
     end = len(lines)
     last = [row for row in runs.read_rows(folder / "samples.jsonl") if row["step"] > end - 10]
     right = [one_sentence(row["response"], {"answer": row["gold"]}) > 0 for row in last]
-    held_out = runs.read_rows(folder / "held-out" / "samples.jsonl")
-    at_1 = [row for row in held_out if row["decoding"] == "training"]
     both_sides = re.compile(r"\b(\w+) is (the |a )?\1\b", re.I)
-    gamed = [row["correct"] and bool(both_sides.search(row["response"])) for row in at_1]
+    gamed: dict[str, list[bool]] = {"training": [], "justrl": []}  # by the decoding
+    for row in runs.read_rows(folder / "held-out" / "samples.jsonl"):
+        found = row["correct"] and bool(both_sides.search(row["response"]))
+        gamed[row["decoding"]].append(found)
     first_three = mean_over(lines, "entropy", 1, 3)
     last_ten = mean_over(lines, "entropy", end - 9, end)
     return {
@@ -105,7 +105,8 @@ def measure(folder: Path) -> dict[str, float]:
         "clip_high, %": 100 * mean_over(lines, "clip_high", 2, end),
         "cut off, %": 100 * lines[-1]["truncated_fraction"],
         "right, %": 100 * fmean(right),
-        "far is far, %": 100 * fmean(gamed),
+        "far is far at T = 1": 100 * fmean(gamed["training"]),
+        "far is far at T = 0.7": 100 * fmean(gamed["justrl"]),
         "seconds a step": fmean(line["rollout_seconds"] + line["update_seconds"] for line in lines),
         "memory, GB": lines[-1]["peak_memory_gb"],
         **runs.held_out(folder),
@@ -145,7 +146,7 @@ def report_errs(lines: Lines) -> str:
                 "held out at T = 0.7": mine["held out at T = 0.7"] - stapo["held out at T = 0.7"],
             }
     endpoints = {"ln ratio of entropies": "95 +.2f", "held out at T = 0.7": "95 +.1f"}
-    own = COLUMNS | {"far is far, %": ".1f"}
+    own = COLUMNS | dict.fromkeys(("far is far at T = 1", "far is far at T = 0.7"), ".1f")
     return f"{table(own, rows)}\n\n{table(endpoints, gaps)}"
 
 
