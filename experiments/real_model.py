@@ -133,8 +133,9 @@ def report_pilots(lines: Lines) -> str:
 
 
 def report_errs(lines: Lines) -> str:
-    """The arms, and the two endpoints: paired over seeds, with 95 % intervals."""
+    """Each run of the arms, and the two endpoints: paired over seeds, with 95 % intervals."""
     rows = {name: rows_of(lines).get(f"{SHARE} % turned over, {name}", {}) for name in ARMS}
+    every = {f"{name}, {seed}": {seed: rows[name][seed]} for name in ARMS for seed in rows[name]}
     gaps: Rows = {}
     for name in ("JustRL", "highest entropy"):
         for seed in sorted(rows[name].keys() & rows["STAPO"].keys()):
@@ -147,7 +148,7 @@ def report_errs(lines: Lines) -> str:
             }
     endpoints = {"ln ratio of entropies": "95 +.2f", "held out at T = 0.7": "95 +.1f"}
     own = COLUMNS | dict.fromkeys(("far is far at T = 1", "far is far at T = 0.7"), ".1f")
-    return f"{table(own, rows)}\n\n{table(endpoints, gaps)}"
+    return f"{table(own, every)}\n\n{table(endpoints, gaps)}"
 
 
 def figure(lines: Lines, file: Path) -> None:
@@ -155,10 +156,7 @@ def figure(lines: Lines, file: Path) -> None:
     names = [line["row"] for line in lines]
     pilots = {name: by_step(lines, name, "entropy") for name in names if "pilot" in name}
     arms = {name: by_step(lines, f"{SHARE} % turned over, {name}", "entropy") for name in ARMS}
-    panels = {"entropy, nats: pilots": pilots}
-    if all(arms.values()):
-        panels |= {"entropy, nats: arms": arms}
-    runs.draw(file, panels, "step")
+    runs.draw(file, {"entropy, nats: pilots": pilots, "entropy, nats: arms": arms}, "step")
 
 
 SHARE = 35  # % of the rewards: no pilot rises
