@@ -107,7 +107,7 @@ def test_the_flags_that_may_differ_beside_resume():
 def test_the_exercises_run_as_they_stand(tmp_path):
     """In a copy, with runs of two steps; the last two also after their edits of stapo.py."""
     page, copy, seen = text_of("exercises.md"), tmp_path / "copy", []
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "figures"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "figures", "*cache*"))
     (copy / "short").write_text(re.search(r'echo "(.*)" > short', page)[1] + " --steps 2")
     (copy / "own.py").write_text(re.search("`(def sevens.*?)`", page)[1])
     (copy / "own_mask.py").write_text(example("rare"))
