@@ -126,8 +126,8 @@ def test_the_real_model_from_a_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        "replicate --only methods --limit 2",
-        "drift --limit 2",
+        "replicate --only methods --limit 1",
+        "drift --limit 1",
         "openings --limit 1",
         "real_model --only pilots --limit 1 --model tests/tiny",
         "causal --batches 1",
