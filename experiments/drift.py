@@ -1,12 +1,15 @@
 """A reward that says nothing, or a little: which methods' entropy rises after a finished run.
 
-python experiments/drift.py --jobs 2    # the runs and the table: an hour and a half
+python experiments/drift.py --jobs 2    # the runs and the tables: three hours
+python experiments/drift.py --only criterion --jobs 2    # drift-protocol.md: an hour and a half
 python experiments/drift.py --table --figure docs/drift.png
 """
 
 import hashlib
+import math
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import runs
 from runs import Lines, Run, by_step, rows_of, table
@@ -28,6 +31,10 @@ for _title, _flags in {
 }.items():
     for _row, _method in SIX.items():
         LAST[f"{_row}, {_title}"] = f"{_method} {_flags}"
+# experiments/drift-protocol.md: at q = 0.5 the first and the last mask share no token.
+CRITERION = {"STAPO, q 0.5": "stapo --q 0.5", "JustRL": "justrl"}
+CRITERION |= {"highest entropies, q 0.5": "high-entropy --q 0.5"}
+CRITERION_SEEDS = range(12, 20)
 COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
 COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
 COLUMNS |= {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f"}
@@ -61,17 +68,24 @@ def refused_30(response: str, row: dict) -> float:
     return -1.0 if refused else math_reward(response, row["answer"])
 
 
+def run_of(row: str, method: str, seed: int) -> Run:
+    base = f"stapo.py @tests/tiny/args --seed {seed}"
+    return Run(row, seed, f"{FLAGS} --method {method}", base, HELD_OUT)
+
+
 def list_runs() -> list[Run]:
     """Seeds 5 and up, because trials had seeds 0 to 4."""
     found = []
     for seed in range(5, 11):
-        base = f"stapo.py @tests/tiny/args --seed {seed}"
         methods = SIX | THREE if seed < 8 else SIX
         if seed == 10:
             methods = SIX | LAST
-        for row, method in methods.items():
-            found.append(Run(row, seed, f"{FLAGS} --method {method}", base, HELD_OUT))
+        found += [run_of(row, method, seed) for row, method in methods.items()]
     return found
+
+
+def criterion_runs() -> list[Run]:
+    return [run_of(*row, seed) for seed in CRITERION_SEEDS for row in CRITERION.items()]
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -93,7 +107,22 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def report(lines: Lines) -> str:
-    return table(COLUMNS, rows_of(lines))
+    return table(COLUMNS, rows_of([x for x in lines if x["seed"] not in CRITERION_SEEDS]))
+
+
+def report_criterion(lines: Lines) -> str:
+    """Both endpoints of experiments/drift-protocol.md, with 95 % intervals over the seeds."""
+    rows: runs.Rows = {row: {} for row in CRITERION}
+    for line in [x for x in lines if x["seed"] in CRITERION_SEEDS]:
+        entropy = fmean(line["steps"]["entropy"][-10:])
+        end = {"entropy, last ten steps": entropy, "ln entropy": math.log(entropy)}
+        rows[line["row"]][line["seed"]] = line["numbers"] | end
+    held_out = ["held out at T = 1", "held out at T = 0.7"]
+    arms = table({"entropy, last ten steps": ".2f"} | dict.fromkeys(held_out, ".1f"), rows)
+    first = rows.pop("STAPO, q 0.5")
+    tested = {"ln entropy": "95 +.2f"} | dict.fromkeys(held_out, "95 +.1f")
+    gaps = {f"{row}, against STAPO": runs.minus(rows[row], first, tested) for row in rows}
+    return f"{arms}\n\n{table(tested, gaps)}"
 
 
 def figure(lines: Lines, file: Path) -> None:
@@ -104,5 +133,5 @@ def figure(lines: Lines, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    parts = {"drift": (list_runs(), report)}
+    parts = {"drift": (list_runs(), report), "criterion": (criterion_runs(), report_criterion)}
     runs.main(__doc__, measure, ["entropy", "low_prob_fraction"], parts, figure)
