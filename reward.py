@@ -7,7 +7,6 @@ The final answer is the content of the last \boxed{...}. support/answers.py deci
 answers are equal. load_reward loads a reward of your own.
 """
 
-import copy
 import importlib.util
 import numbers
 import re
@@ -16,11 +15,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from support import distributed
+from support import InputError
 from support.answers import math_equal, rounds_to
-from support.errors import RewardError
 from support.progress import track
-from support.stop import stop
 
 Reward = Callable[[str, dict], float]  # of a response's text and its problem
 
@@ -77,14 +74,14 @@ def load_reward(spec: str = "") -> Reward:
     row is problem["row"], the problem's row of the data file with all its columns. A problem
     without "row" keeps math_reward. FILE.py may import modules from its own folder.
 
-    Raises RewardError if there is no such file or function. The returned function raises it if your
+    Raises InputError if there is no such file or function. The returned function raises it if your
     function fails or returns no number that float32 can hold.
     """
     if not spec:
         return lambda text, problem: math_reward(text, problem["answer"])
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
-        raise RewardError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
+        raise InputError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
     # At the end of the path, because a file in that folder must not replace eval.py or a package.
     path = Path(file).resolve()
     sys.path.append(str(path.parent))
@@ -96,35 +93,25 @@ def load_reward(spec: str = "") -> Reward:
     module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise RewardError(f"--reward {spec}: {file} has no function {name}")
+        raise InputError(f"--reward {spec}: {file} has no function {name}")
 
     def reward(text: str, problem: dict) -> float:
         if "row" not in problem:
             return math_reward(text, problem["answer"])
         try:
-            value = function(text, copy.deepcopy(problem["row"]))  # others need the row, too
+            value = function(text, dict(problem["row"]))  # others need the row, too
         except (Exception, SystemExit) as error:  # also exit() in code that the function runs
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"
-            raise RewardError(f"--reward {spec}: {error!r} at {where}") from error
+            raise InputError(f"--reward {spec}: {error!r} at {where}") from error
         if not isinstance(value, numbers.Real) or not abs(value) < 3.4e38:  # float32; no for NaN
-            raise RewardError(f"--reward {spec}: returned {value!r}, which is no finite number")
+            raise InputError(f"--reward {spec}: returned {value!r}, which is no finite number")
         return float(value)
 
     return reward
 
 
 def reward_all(reward: Reward, texts: Iterable[str], problems: list[dict]) -> list[float]:
-    """Reward this rank's responses, with a progress bar. Every rank must call this.
-
-    texts: of the responses; problems: the problem of each. If the reward fails on one rank, all
-    ranks raise its RewardError. If a stop was asked for, all ranks raise Stopped.
-    """
-    rewards = []
-    with distributed.raised_on_all():
-        for text, problem in zip(texts, track(problems, "rewards"), strict=True):
-            if stop.asked:
-                break
-            rewards.append(reward(text, problem))
-    stop.leave_if_asked()
-    return rewards
+    """Reward responses, with a progress bar. problems: the problem of each response."""
+    pairs = zip(texts, track(problems, "rewards"), strict=True)
+    return [reward(text, problem) for text, problem in pairs]

@@ -1,7 +1,7 @@
 """Rollouts: prompts in, sampled responses out, and p and H of their tokens.
 
-1. The tokenizer and the model: `load_tokenizer`, `load_policy`. support/models.py reads models and
-   says which ones are refused.
+1. Tokenizer and model: `load_tokenizer`, `load_policy`. support/models.py reads models, and says
+   which ones are refused.
 2. Prompts: `encode_prompt`.
 3. Sampling: `sample` yields responses as they end. Hugging Face's `generate` runs `decoding_loop`
    of support/decoding.py, and `next_token` there draws each token from pi.
@@ -11,7 +11,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,31 +18,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from support import distributed
+from support import InputError, models, ranks
 from support.decoding import (
     NAN_LOGITS,
     decoding_loop,
     has_full_attention,
+    mix_seed,
     rows_that_fit,
     until_stop,
 )
-from support.errors import InputError
 from support.head import HeadStats, TokenStats
-from support.models import (
-    check_head,
-    empty_model,
-    load_config,
-    load_model,
-    load_pretrained,
-)
+from support.models import load_model, load_pretrained
 from support.progress import bar as progress_bar
 from support.progress import track
-from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -77,30 +68,20 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     """Load a Policy with float32 weights. Every rank calls it. Raises InputError.
 
     FSDP2 shards the Policy over the ranks, except on a single CPU process. On CUDA (also on one
-    GPU) it computes in bfloat16. Only rank 0 reads the weights, into CPU memory. Every rank builds
-    an empty model, cuts it into shards and receives its own shards. So none of several GPUs ever
-    holds the whole float32 model.
+    GPU) it computes in bfloat16. Only rank 0 reads the weights, into CPU memory.
     """
-    whole = policy = None
-    with distributed.raised_on_all():  # the other ranks wait here for a download
-        if dist.is_initialized():
-            policy = Policy(empty_model(load_config(name)), gradient_checkpointing)
-        if distributed.rank() == 0:
-            whole = load_model(name)
-            check_head(whole)
-    if not policy:  # a single CPU process
+    whole = None
+
+    def read() -> None:
+        nonlocal whole
+        whole = load_model(name)
+        models.check_head(whole)
+
+    ranks.on_rank_0(read)  # the other ranks wait here for a download
+    if not dist.is_initialized():
         return Policy(whole, gradient_checkpointing)
-    distributed.shard(policy)
-    policy.to_empty(device=distributed.device())
-    # Buffers such as rotary frequencies are in no file.
-    buffers = distributed.broadcast(dict(whole.named_buffers()) if whole else None)
-    for key, buffer in policy.model.named_buffers():
-        buffer.copy_(buffers[key])
-    weights = whole.state_dict() if whole else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(policy.model, weights, options=options)
-    config = distributed.broadcast(whole.generation_config if whole else None)
-    policy.model.generation_config = config
+    policy = Policy(models.empty_model(models.load_config(name)), gradient_checkpointing)
+    models.load_sharded(policy, whole)
     return policy
 
 
@@ -163,12 +144,11 @@ def sample(
     batch_size: int = 256,
     seed: int | list[int] = 0,
     progress: str | None = None,
-) -> Iterator[list[tuple[int, Response]]]:
+) -> Iterator[tuple[int, Response]]:
     """Sample one response to each prompt (repeat a prompt G times for a group of G).
 
-    Every few tokens it yields a list of (index of the prompt, response) for the responses that have
-    ended, often an empty list. `in_order` makes one list of all. Leaving the loop early ends the
-    sampling.
+    When a response has ended, it yields (index of the prompt, response). Equal prompts share one
+    prefill while one of their responses is decoded: put them next to each other.
 
     At most `batch_size` responses are decoded at a time. `temperature` 0 is greedy decoding. `seed`
     is a list with one seed for each response, or a number from which such a list is made. A
@@ -176,9 +156,9 @@ def sample(
     its rounding. `progress` names a bar over responses.
 
     A model with sliding windows or a recurrent state has another cache, without slots. Its prompts
-    are sampled by plain `generate`, in batches. A batch is yielded when its longest response has
-    ended. The whole batch takes the seed of its first response, so the samples depend on the size
-    of the batches. On a GPU this size depends on the free memory.
+    are sampled by plain `generate`, in batches. A batch ends when its longest response has ended,
+    and takes the seed of its first response. So the samples depend on the size of the batches. On a
+    GPU this size depends on the free memory.
 
     Raises RuntimeError if the model is in training mode, and InputError if logits are NaN.
     """
@@ -197,26 +177,14 @@ def sample(
         sampled = generate_in_batches(model, prompts, config, size, seeds)
     bar = progress_bar(len(prompts), progress)
     with contextlib.closing(bar), contextlib.closing(sampled):
-        for ended in sampled:
-            bar.update(len(ended))  # also of none: a log file gets its line a minute
-            yield [(i, response_of(tokenizer, prompts[i], ids, stops)) for i, ids in ended.items()]
+        for index, ids in sampled:
+            bar.update()
+            text = to_text(tokenizer, ids, skip_special=True)
+            yield index, Response(prompts[index], ids, ids[-1] not in stops, text)
     if model.device.type == "cuda":
         # Give the cache's memory back to the GPU. Otherwise gradients and AdamW's moments would be
         # put into pieces of it, and no free piece would be large enough for the next cache.
         torch.cuda.empty_cache()
-
-
-def response_of(
-    tokenizer: Tokenizer, prompt: list[int], ids: list[int], stops: list[int]
-) -> Response:
-    text = to_text(tokenizer, ids, skip_special=True)
-    return Response(prompt, ids, truncated=ids[-1] not in stops, text=text)
-
-
-def in_order(sampled: Iterator[list[tuple[int, Response]]]) -> list[Response]:
-    """Return all responses that `sample` yields, in the order of their prompts."""
-    responses = dict(itertools.chain.from_iterable(sampled))
-    return [responses[i] for i in sorted(responses)]
 
 
 def sampling_config(
@@ -258,19 +226,16 @@ def generate(
 
 def generate_in_batches(
     model: Model, prompts: list[list[int]], config: GenerationConfig, size: int, seeds: list[int]
-) -> Iterator[dict[int, list[int]]]:
-    """Sample by plain `generate`, for a model whose cache has no slots; yields as decoding_loop.
-
-    A batch is yielded as a whole. If a stop kept only its short responses, the long ones would be
-    drawn again with another seed, and responses would be too short on average.
-    """
+) -> Iterator[tuple[int, list[int]]]:
+    """Sample by plain `generate`, for a model whose cache has no slots; yields as decoding_loop."""
     stops, processors = set(config.eos_token_id), LogitsProcessorList([refuse_nan])
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         torch.manual_seed(seeds[start])
         rows = generate(model, batch, config, logits_processor=processors)
         rows = rows[:, max(map(len, batch)) :]  # (B, T)
-        yield {start + i: until_stop(ids, stops) for i, ids in enumerate(rows.tolist())}
+        for index, ids in enumerate(rows.tolist(), start):
+            yield index, until_stop(ids, stops)
 
 
 def refuse_nan(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -336,13 +301,13 @@ def response_stats(
     on the CPU. budget: the most tokens of a micro-batch. Every rank calls it.
     """
     whole = torch.zeros(2, *ids.shape)  # ln p and H
-    parts = distributed.even_out(micro_batches(lengths.tolist(), budget))
+    parts = ranks.even_out(micro_batches(lengths.tolist(), budget))
     for part in track(parts, "logp and entropy"):
         rows = torch.tensor(part, dtype=torch.long)
         width = max(lengths[rows].tolist(), default=0)
         stats = policy(ids[rows, :width], mask[rows, :width])
         whole[:, rows, :width] = torch.stack(stats).cpu()  # one transfer for the micro-batch
-    distributed.reshard(policy)
+    models.reshard(policy)
     return TokenStats(*whole)
 
 

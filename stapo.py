@@ -20,7 +20,7 @@ p is the probability of a sampled token. H is the entropy of the distribution it
 ratio rho is p under pi_theta / p under pi_old. clip(rho) is rho within [1 - eps_low, 1 + eps_high].
 In a group, A > 0 means R above the group's mean: with the rewards +1 and -1, a right response.
 
-Every rank runs every function. An InputError of one rank is raised on all ranks or ends the job.
+Every rank runs every function. A rank that fails ends its process, and torchrun ends the others.
 
 tests/test_paper.py repeats Algorithm 1 in plain code. tests/test_distributed.py compares ranks.
 """
@@ -30,6 +30,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -48,7 +49,6 @@ from rollout import (
     Tokenizer,
     TokenStats,
     encode_prompt,
-    in_order,
     load_policy,
     load_tokenizer,
     micro_batches,
@@ -59,17 +59,12 @@ from rollout import (
     sampling_gap,
     stop_ids,
 )
-from support import distributed, progress
-from support.distributed import all_cat, all_sum, even_out, peak_memory_gb, rank, world_size
-from support.errors import InputError, RewardError
-from support.files import fingerprint
-from support.flags import flag, parse_flags
-from support.models import check_length, load_config
-from support.problems import load_problems
-from support.run_folder import RunFolder, load_optimizer
-from support.seeds import generator, mix_seed
-from support.stop import Stopped, stop
-from support.versions import installed
+from support import InputError, installed, progress, ranks
+from support.data import load_problems
+from support.decoding import generator, mix_seed
+from support.models import check_length, gathered, load_config
+from support.ranks import all_cat, all_sum, even_out, peak_memory_gb, rank, world_size
+from support.run import RunFolder, StopSignals, fingerprint, flag, load_optimizer, parse_flags
 
 # =========================================================================== the loss, Sec. 2 and 3
 #
@@ -173,41 +168,6 @@ def clipped_loss(
     return -J_it.sum() / denominator
 
 
-def grpo_loss(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    ref_logp: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    eps: float,
-    beta: float,
-    num_responses: float,
-) -> torch.Tensor:
-    """Sec. 2.2, GRPO: the clipped objective, averaged in each response, then over responses.
-
-        J = 1/N sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
-        k3 = r - ln r - 1 with r = pi_ref / pi_theta
-
-    The paper has beta KL(pi_theta || pi_ref) beside the mean. Here its estimate k3 is inside the
-    mean over tokens. The value of k3 estimates KL(pi_theta || pi_ref). The gradient of k3 estimates
-    the gradient of KL(pi_ref || pi_theta). ref_logp (B, T) float32 is ln p under the reference
-    policy, the model before training; None: no KL term. num_responses is N. The other arguments are
-    those of spurious_mask and clipped_loss. Returns the loss -J, a 0-dim tensor.
-    """
-    check_shapes(advantages, mask, logp, old_logp, logp if ref_logp is None else ref_logp)
-    A = advantages[:, None]  # (B, 1)
-    log_rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0)  # (B, T)
-    rho = log_rho.masked_fill((A >= 0) & (log_rho > 80), 80.0).exp()  # as in clipped_loss
-    J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)
-    if ref_logp is not None:
-        log_r = (ref_logp - logp).masked_fill(~mask, 0.0)  # (B, T)
-        k3 = log_r.exp() - log_r - 1  # (B, T)
-        J_it = J_it - beta * k3
-    per_response = J_it.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
-    return -per_response.sum() / num_responses
-
-
 def stapo_loss(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
@@ -231,7 +191,8 @@ def stapo_loss(
 
     The arguments are those of spurious_mask and clipped_loss. Only logp receives a gradient. tau_h
     and denominator belong to the whole mini-batch: None computes them from this call.
-    Returns the loss, a 0-dim tensor, and detached 0-dim sums that add up over micro-batches.
+    Returns the loss, a 0-dim tensor, and the numbers of tokens, candidates and silenced tokens:
+    0-dim tensors that add up over micro-batches.
     """
     silenced, candidates, _ = spurious_mask(
         logp, advantages, entropy, mask, tau_p=tau_p, q=q, tau_h=tau_h
@@ -245,11 +206,8 @@ def stapo_loss(
         eps_high=eps_high,
         denominator=denominator,
     )
-    sums = ratio_sums(logp, old_logp, advantages, mask, eps_low=eps_low, eps_high=eps_high)
-    sums["candidates"] = candidates.sum()
-    sums["silenced"] = silenced.sum()
-    sums["entropy_sum"] = entropy.detach().masked_fill(~mask, 0.0).sum()
-    return loss, sums
+    counts = {"tokens": mask.sum(), "candidates": candidates.sum(), "silenced": silenced.sum()}
+    return loss, counts
 
 
 def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
@@ -267,37 +225,6 @@ def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
     high = (low + 1).clamp(max=len(ordered) - 1)
     weight = (position - low).to(values.dtype).to(values.device)
     return torch.lerp(ordered[low], ordered[high], weight)
-
-
-@torch.no_grad()
-def ratio_sums(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> dict[str, torch.Tensor]:
-    """Return the sums behind ratio_mean, approx_kl, clip_low and clip_high: 0-dim tensors.
-
-    The sums are over all tokens in mask, silenced tokens included.
-    kl_sum / tokens is the mean of rho - 1 - ln rho, an estimate of KL(pi_old || pi_theta). It grows
-    with every drift. The mean of rho, ratio_sum / tokens, stays 1 if some rho grow and others
-    shrink. clip_low is the number of tokens with A < 0 and rho < 1 - eps_low. clip_high is the
-    number of tokens with A > 0 and rho > 1 + eps_high. There the clipped term has no gradient.
-    """
-    log_rho = (logp - old_logp).masked_fill(~mask, 0.0)  # (B, T)
-    rho = log_rho.exp()  # (B, T)
-    low = (advantages[:, None] < 0) & (rho < 1 - eps_low)  # (B, T)
-    high = (advantages[:, None] > 0) & (rho > 1 + eps_high)  # (B, T)
-    return {
-        "tokens": mask.sum(),
-        "ratio_sum": rho.masked_fill(~mask, 0.0).sum(),
-        "kl_sum": (rho - 1 - log_rho).sum(),
-        "clip_low": (low & mask).sum(),
-        "clip_high": (high & mask).sum(),
-    }
 
 
 def check_shapes(advantages: torch.Tensor, mask: torch.Tensor, *tensors: torch.Tensor) -> None:
@@ -429,13 +356,13 @@ def collect(
     """Sample this rank's responses of a step, reward them, and compute ln p and H under pi_old.
 
     Returns the batch, whose rows are in the order of rank_rows, and a row of samples.jsonl for each
-    response. Raises Stopped if a stop was asked for, and RewardError.
+    response. Raises InputError if a reward of your own fails.
     """
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     pairs = rank_rows(cfg.batch_size, cfg.mini_batch_size, cfg.group_size, rank(), world_size())
     problems = [task.problems[indices[number]] for number, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, number, member) for number, member in pairs]
-    with distributed.gathered(policy) as model:
+    with gathered(policy) as model:
         sampled = sample(
             model,
             task.tokenizer,
@@ -445,14 +372,14 @@ def collect(
             seed=seeds,
             progress=f"step {step}, rollout",
         )  # temperature 1, top-p 1
-        responses = in_order(stop.together(sampled))
+        responses = [response for _, response in sorted(sampled)]  # by the index of the prompt
     # The metrics count a response with a reward above 0 as right. So a length penalty here would
     # lower `accuracy`, too.
     texts = [response.text for response in responses]
     rewards = torch.tensor(reward_all(task.reward, texts, problems), dtype=torch.float64)  # (B,)
     groups = rewards.view(-1, cfg.group_size)  # (P, G)
-    # A constant that is added to a group's rewards changes no A. Without the whole part of their
-    # mean, float32 can tell rewards of 1e8 and 1e8 + 1 apart.
+    # float32 cannot tell rewards of 1e8 and 1e8 + 1 apart. So the whole part of the group's mean is
+    # subtracted first, which changes no A.
     groups = groups - groups.mean(dim=1, keepdim=True).trunc()
     advantages = group_advantages(groups.float()).flatten()  # (B,)
     ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
@@ -460,10 +387,9 @@ def collect(
     ref_logp = None
     if reference:
         # Gathered: FSDP2 keeps a list of forwards until a backward, which the reference never has.
-        with distributed.gathered(reference) as model:
+        with gathered(reference) as model:
             stats = response_stats(Policy(model), ids, mask, lengths, cfg.tokens_per_micro_batch)
         ref_logp = stats.logp
-    stop.leave_if_asked()  # a stop during the updates waits until the step is whole
     batch = Batch(
         ids=ids,
         mask=mask,
@@ -500,7 +426,8 @@ def rank_rows(
     """Return which responses of a step a rank samples: (problem in the batch, member of its group).
 
     Each rank takes its slice of every mini-batch, so the mini-batches do not depend on the number
-    of ranks. Example: a batch of four problems 0 to 3, mini-batches of two and groups of two.
+    of ranks. The members of a group follow each other, so that they share a prefill. Example: a
+    batch of four problems 0 to 3, mini-batches of two and groups of two.
 
         rank_rows(4, 2, 2, rank=0, world=1) is 00 01 10 11, 20 21 30 31
         rank_rows(4, 2, 2, rank=0, world=2) is 00 01, 20 21
@@ -695,6 +622,41 @@ def keep_all_for_grpo(batch: Batch, policy: Policy | None, cfg: Config) -> Choic
     return Choice(keep=batch.mask, stats=batch.old, denominator=len(batch.ids))
 
 
+def grpo_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    ref_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    eps: float,
+    beta: float,
+    num_responses: float,
+) -> torch.Tensor:
+    """Sec. 2.2, GRPO: the clipped objective, averaged in each response, then over responses.
+
+        J = 1/N sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
+        k3 = r - ln r - 1 with r = pi_ref / pi_theta
+
+    The paper has beta KL(pi_theta || pi_ref) beside the mean. Here its estimate k3 is inside the
+    mean over tokens. The value of k3 estimates KL(pi_theta || pi_ref). The gradient of k3 estimates
+    the gradient of KL(pi_ref || pi_theta). ref_logp (B, T) float32 is ln p under the reference
+    policy, the model before training; None: no KL term. num_responses is N. The other arguments are
+    those of spurious_mask and clipped_loss. Returns the loss -J, a 0-dim tensor.
+    """
+    check_shapes(advantages, mask, logp, old_logp, logp if ref_logp is None else ref_logp)
+    A = advantages[:, None]  # (B, 1)
+    log_rho = (logp - old_logp.detach()).masked_fill(~mask, 0.0)  # (B, T)
+    rho = log_rho.masked_fill((A >= 0) & (log_rho > 80), 80.0).exp()  # as in clipped_loss
+    J_it = torch.min(rho * A, rho.clamp(1 - eps, 1 + eps) * A)  # (B, T)
+    if ref_logp is not None:
+        log_r = (ref_logp - logp).masked_fill(~mask, 0.0)  # (B, T)
+        k3 = log_r.exp() - log_r - 1  # (B, T)
+        J_it = J_it - beta * k3
+    per_response = J_it.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (B,)
+    return -per_response.sum() / num_responses
+
+
 # A method is a function of a mini-batch of this rank, the policy (None before the first update of a
 # step, as logp_and_entropy takes it) and the flags. docs/using-the-loss.md adds methods.
 METHODS: dict[str, Callable[[Batch, Policy | None, Config], Choice]] = {
@@ -722,6 +684,37 @@ def step_metrics(step: Step, tau_p: float) -> dict[str, float | None]:
         "update_seconds": step.ended - step.collected,
         "tokens_per_second": line["tokens"] / (step.ended - step.began),
         "peak_memory_gb": peak_memory_gb(),
+    }
+
+
+@torch.no_grad()
+def ratio_sums(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> dict[str, torch.Tensor]:
+    """Return the sums behind ratio_mean, approx_kl, clip_low and clip_high: 0-dim tensors.
+
+    The sums are over all tokens in mask, silenced tokens included.
+    kl_sum / tokens is the mean of rho - 1 - ln rho, an estimate of KL(pi_old || pi_theta). It grows
+    with every drift. The mean of rho, ratio_sum / tokens, stays 1 if some rho grow and others
+    shrink. clip_low is the number of tokens with A < 0 and rho < 1 - eps_low. clip_high is the
+    number of tokens with A > 0 and rho > 1 + eps_high. There the clipped term has no gradient.
+    """
+    log_rho = (logp - old_logp).masked_fill(~mask, 0.0)  # (B, T)
+    rho = log_rho.exp()  # (B, T)
+    low = (advantages[:, None] < 0) & (rho < 1 - eps_low)  # (B, T)
+    high = (advantages[:, None] > 0) & (rho > 1 + eps_high)  # (B, T)
+    return {
+        "tokens": mask.sum(),
+        "ratio_sum": rho.masked_fill(~mask, 0.0).sum(),
+        "kl_sum": (rho - 1 - log_rho).sum(),
+        "clip_low": (low & mask).sum(),
+        "clip_high": (high & mask).sum(),
     }
 
 
@@ -818,7 +811,7 @@ class Config:
     of the paper's appendix.
     """
 
-    model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM", "data")
+    model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM")
     data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl, .json or .parquet")
     instruction: str = flag(INSTRUCTION, "text after every problem; may be empty")
     chat_template: str = flag(
@@ -830,14 +823,18 @@ class Config:
         "(paper: DAPO's rule, scripts/rewards.py:dapo)",
     )
     output: str = flag("", "directory of the run; empty: a new one under runs/")
-    resume: str = flag("", "directory of a run to continue with its own flags")
+    resume: str = flag(
+        "", "directory of a run to continue, with its own flags; flags beside it win"
+    )
     method: str = flag(
         "stapo",
         "stapo; baselines: justrl (silences nothing), grpo, 20-entropy; ablations: full-mask "
         "(silences all candidates), high-entropy, random",
-        "objective",
     )
-    tau_p: float = flag(0.002, "with A > 0, tokens below this probability are candidates")
+    tau_p: float = flag(
+        0.002,
+        "with A > 0, tokens below this probability are candidates (stapo and the ablations)",
+    )
     q: float = flag(
         0.75,
         "candidates below this quantile of entropy are silenced (stapo, high-entropy, random)",
@@ -850,7 +847,7 @@ class Config:
     eps_low: float = flag(0.2, "clip the ratio at 1 - eps_low")
     eps_high: float = flag(0.28, "clip the ratio at 1 + eps_high (grpo: 1 + eps_low)")
     beta: float = flag(0.04, "grpo: weight of the KL to the reference policy (DeepSeekMath's)")
-    steps: int = flag(80, "batches of prompts to train on (paper: 3,000 and more)", "one step")
+    steps: int = flag(80, "batches of prompts to train on (paper: 3,000 and more)")
     batch_size: int = flag(32, "prompts in a step (paper: 256)")
     mini_batch_size: int = flag(8, "prompts in an optimiser step (paper: 64)")
     group_size: int = flag(8, "responses to each prompt (G)")
@@ -861,9 +858,7 @@ class Config:
     weight_decay: float = flag(0.1, "AdamW's (JustRL's value; the paper gives none)")
     grad_clip: float = flag(1.0, "largest gradient norm")
     seed: int = flag(0, "seed of the data order and of the sampling")
-    rollout_batch_size: int = flag(
-        256, "most responses decoded at a time on each rank", "memory and files"
-    )
+    rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
     tokens_per_micro_batch: int = flag(16384, "most tokens of a micro-batch, padding included")
     gradient_checkpointing: bool = flag(
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"
@@ -872,25 +867,16 @@ class Config:
     save_every: int = flag(10, "steps between checkpoints (0: only evaluations and the end)")
     keep_last: int = flag(2, "number of checkpoints that are kept")
     log_samples: int = flag(8, "responses of each step in samples.jsonl, of those of rank 0")
-    eval_every: int = flag(
-        0, "steps between evaluations; the first is before step 1 (0: none)", "evaluation"
+    report_to: Literal["", "tensorboard", "wandb", "trackio"] = flag(
+        "", "where each step's numbers go as well; install that package"
     )
+    eval_every: int = flag(0, "steps between evaluations; the first is before step 1 (0: none)")
     eval_benchmarks: list[str] = flag(
         ["aime24"],
         "aime24, aime25, amc23, math500, minerva, olympiadbench, or files; --reward grades files",
     )
     eval_limit: int = flag(0, "number of problems of each benchmark, its first (0: all)")
     eval_samples: int = flag(0, "responses to a problem (0: the benchmark's own)")
-
-
-# Flags that may be given anew when a run is resumed. The first three name contents that may have
-# moved. Other sizes of micro-batches and rollouts, and other threads, round differently. That can
-# change a sampled token. A learning rate that falls towards --steps would forbid `steps` here.
-CHANGEABLE = frozenset(
-    "model data reward steps save_every keep_last eval_every eval_benchmarks "
-    "eval_limit eval_samples log_samples rollout_batch_size tokens_per_micro_batch "
-    "gradient_checkpointing threads".split()
-)
 
 
 def check_flags(cfg: Config) -> None:
@@ -943,20 +929,6 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     return Task(tokenizer, kept, reward, suite, f"{len(kept)} problems, {fingerprint(rows)}")
 
 
-def evaluate_if_due(run: RunFolder, policy: Policy, task: Task, cfg: Config) -> None:
-    """Evaluate the policy before step 1 and every --eval_every steps, into metrics.jsonl.
-
-    --resume continues an evaluation that was stopped: the checkpoint before it has these weights,
-    or, before step 1, --model. Raises Stopped.
-    """
-    if not (file := run.due_evaluation()):
-        return
-    with distributed.gathered(policy) as model:
-        scores = evaluation.evaluate(model, task.tokenizer, task.suite, file, cfg, task.reward)
-    run.end_evaluation(scores)
-    progress.log(progress.scores_in_words(run.step, scores))
-
-
 def load_models(
     cfg: Config, tokenizer: Tokenizer, checkpoint: Path | None
 ) -> tuple[Policy, Optimizer, Policy | None]:
@@ -979,29 +951,41 @@ def load_models(
     return policy, optimizer, load_policy(cfg.model) if with_kl else None
 
 
+def evaluate_if_due(
+    run: RunFolder, policy: Policy, task: Task, cfg: Config, tracker: progress.Tracker
+) -> None:
+    """Evaluate the policy before step 1 and every --eval_every steps, into metrics.jsonl."""
+    if run.evaluation_is_due():
+        with gathered(policy) as model:
+            scores, rows = evaluation.evaluate(model, task.tokenizer, task.suite, cfg, task.reward)
+        run.end_evaluation(scores, rows)
+        tracker.send(run.step, {f"eval/{name}": score["mean"] for name, score in scores.items()})
+        progress.log(progress.scores_in_words(run.step, scores))
+
+
 # A step depends on the weights, AdamW's moments and its number: --resume has nothing else. Whatever
 # else lasts from step to step must be put into the checkpoint.
 def train(cfg: Config) -> None:
     """Train for --steps steps, and write the run's directory.
 
-    Raises InputError, and Stopped after a stop was asked for.
+    Raises InputError. After a stop was asked for, it ends the program with status 130.
     """
     check_flags(cfg)
     # With --resume, parse_flags has put that directory into cfg.output.
     # Runs of several seeds can start in the same second.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{os.getpid()}"
-    run = RunFolder(distributed.broadcast(output), asdict(cfg))
-    with distributed.raised_on_all():
-        task = load_task(cfg, run.checkpoint)
-        distributed.check_memory(str(run.checkpoint or cfg.model))
+    run = RunFolder(ranks.broadcast(output), asdict(cfg))
+    task = load_task(cfg, run.checkpoint)
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
     run.begin({"data_fingerprint": task.data_fingerprint, "versions": installed()})
-    skipped_in_a_row, ended_by = 0, None
-    stop.listen()
-    try:
+    tracker = progress.Tracker(cfg.report_to, run.path, run.id, run.step, asdict(cfg))
+    without_update = 0  # steps in a row
+    with StopSignals() as stop:
         for number in itertools.count(run.step + 1):
-            evaluate_if_due(run, policy, task, cfg)  # after the step before, or before step 1
-            if number > cfg.steps:
+            if stop.asked():
+                break
+            evaluate_if_due(run, policy, task, cfg, tracker)  # after a step, or before step 1
+            if number > cfg.steps or stop.asked():
                 break
             lr = cfg.lr * min(1, number / max(1, cfg.warmup_steps))
             for group in optimizer.param_groups:
@@ -1009,32 +993,30 @@ def train(cfg: Config) -> None:
             step = train_step(policy, reference, optimizer, task, number, cfg)
             line = {"step": number, "lr": lr} | step_metrics(step, cfg.tau_p)
             run.end_step(line, step.samples[: cfg.log_samples])
-            progress.report_step(line, step.samples[0], cfg.steps)
-            for sums in step.updates:
-                skipped_in_a_row = 0 if sums["finite"] else skipped_in_a_row + 1
-                if skipped_in_a_row == 3:
-                    ended_by = InputError(f"step {number}: three updates in a row were not finite")
-            if ended_by:  # the weights are those before the three updates: save them
-                break
             if run.save_is_due():
                 run.save(policy.model, optimizer, task.tokenizer)
-            stop.leave_if_asked()
-    # Neither is raised during the updates, so the weights belong to a whole step.
-    except (Stopped, RewardError) as error:
-        ended_by = error
-    run.save(policy.model, optimizer, task.tokenizer)
-    progress.report_run(run.lines(), cfg.steps, str(run.path), bool(run.due_evaluation()))
-    if ended_by:
-        raise ended_by
+            tracker.send(number, line)
+            progress.report_step(line, step.samples[0], cfg.steps)
+            all_skipped = line["skipped_updates"] == len(step.updates)
+            without_update = without_update + 1 if all_skipped else 0
+            if without_update == 2:
+                break
+        run.save(policy.model, optimizer, task.tokenizer)
+    tracker.finish()
+    progress.report_run(run.lines(), cfg.steps, output, run.evaluation_is_due())
+    if without_update == 2:
+        raise InputError(f"step {run.step}: no update of two steps in a row was finite")
+    if run.step < cfg.steps or run.evaluation_is_due():
+        sys.exit(130)  # stopped
 
 
 def main(argv: list[str] | None = None) -> None:
     """Read the flags and train. argv replaces the command line."""
-    with distributed.session("stapo.py"):
+    with ranks.session("stapo.py"):
         progress.quiet_libraries()
         about = __doc__.split("\n")[0]
         about += " @FILE reads flags from a file. --resume DIR alone continues a run."
-        cfg = parse_flags(Config, about, argv, CHANGEABLE)
+        cfg = parse_flags(Config, about, argv)
         if cfg.threads > 0:
             torch.set_num_threads(cfg.threads)
         progress.report_environment()

@@ -40,7 +40,14 @@ METHODS = {  # the names in the tables
     "random candidates": "random",
     "highest entropy": "high-entropy",
 }
-T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365}  # n: half a 95 % interval / its error
+T_95 = {
+    2: 12.71,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    8: 2.365,
+}  # n: half a 95 % interval / its error
 
 
 class Run(NamedTuple):

@@ -1,6 +1,15 @@
-"""Helpers of the programs. Without this file another `support` on PYTHONPATH would go first."""
+"""Helpers of the four programs, which import from here. Nothing here imports one of the four."""
 
-import sys
+from importlib.metadata import version
 
-if sys.platform == "win32":
-    sys.exit("STAPO runs on Linux and macOS; on Windows use WSL2. Its loss alone needs only torch.")
+
+class InputError(ValueError):
+    """Wrong input. The message identifies the flag, file or row and says what to do.
+
+    A program ends with this message, one line, and no traceback.
+    """
+
+
+def installed() -> dict[str, str]:
+    """Return the installed versions of the run-time packages: {package: version}."""
+    return {name: version(name) for name in ("torch", "transformers", "datasets", "tqdm")}

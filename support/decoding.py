@@ -1,10 +1,12 @@
 """The decoding loop that `generate` runs for rollout.py: slots with a KV cache written in place.
 
 A slot is a row of the cache. A slot whose response has ended takes the next prompt. No slot should
-be idle, because a decoding step takes the GPU's host as long for 3 rows as for 64.
+be idle, because a decoding step takes the GPU's host as long for 3 rows as for 64. Rows with the
+same prompt, such as a group of G, share the prefill of this prompt.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +22,7 @@ from transformers import (
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache, DynamicLayer
 
-from support.errors import InputError
-from support.seeds import uniform
+from support import InputError
 
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
@@ -61,10 +62,12 @@ class SlotCache(Cache):
             for i, old in enumerate(states):
                 states[i] = functional.pad(old[:slots], (0, 0, 0, self.capacity - old.shape[2]))
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot's keys and values to another slot."""
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of some slots to other slots."""
+        source = torch.tensor(sources, device=self.device)
+        target = torch.tensor(targets, device=self.device)
         for states in (*self.keys, *self.values):
-            states[target] = states[source]
+            states[target, :, :length] = states[source, :, :length]
 
     def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
         """Let the next forward write to slots (B, 1) long at positions (B, T) long.
@@ -106,12 +109,12 @@ class Row:
     """A prompt and its response so far."""
 
     prompt_index: int  # among all prompts
+    prompt: tuple[int, ...]  # its ids
     seed: int
     ids: list[int]  # of the prompt and of the response
-    prompt_length: int
 
-    def response_length(self) -> int:
-        return len(self.ids) - self.prompt_length
+    def response(self) -> list[int]:
+        return self.ids[len(self.prompt) :]
 
 
 @torch.inference_mode()
@@ -125,11 +128,11 @@ def decoding_loop(
     slots: int,
     seeds: list[int],
     **inputs: Any,
-) -> Iterator[dict[int, list[int]]]:
+) -> Iterator[tuple[int, list[int]]]:
     """Decode left-padded prompts (N, P) long, `slots` of them at a time; `generate` calls it.
 
-    Every few tokens it yields {index of the prompt: ids of its response, stop id included} for the
-    responses that have ended, often an empty dict. Raises InputError if logits are NaN.
+    When a response has ended, it yields (index of the prompt, ids of the response, stop id
+    included). Raises InputError if logits are NaN.
     """
     # Any other processor would change the distribution that responses are drawn from.
     processors = {type(processor).__name__ for processor in logits_processor}
@@ -138,12 +141,12 @@ def decoding_loop(
     mask = inputs.pop("attention_mask")
     starts = [0] * len(prompts) if mask is None else (mask == 0).sum(1).tolist()
     waiting = [
-        Row(index, seed, ids[start:], prompt_length=len(ids) - start)
+        Row(index, tuple(ids[start:]), seed, ids[start:])
         for index, (seed, ids, start) in enumerate(zip(seeds, prompts.tolist(), starts))
     ]
     running: list[Row] = []  # one for each slot
     stops, max_new_tokens = set(generation_config.eos_token_id), generation_config.max_new_tokens
-    longest = max(row.prompt_length for row in waiting) + max_new_tokens
+    longest = max(len(row.prompt) for row in waiting) + max_new_tokens
     cache = SlotCache(longest, model.device, model.dtype)
     # `generate` has prepared an empty cache. The argument's name depends on the version.
     inputs = {key: cache if isinstance(value, Cache) else value for key, value in inputs.items()}
@@ -157,9 +160,9 @@ def decoding_loop(
         # 1. The free slots, which are the last ones, take the next prompts.
         first, free = len(running), slots - len(running)
         running, waiting = running + waiting[:free], waiting[free:]
-        steps = min(CHECK_EVERY, *(max_new_tokens - row.response_length() for row in running))
+        steps = min(CHECK_EVERY, *(max_new_tokens - len(row.response()) for row in running))
         cache.reserve(len(running), max(len(row.ids) for row in running) + steps)
-        prefill(forward, cache, first, running[first:])
+        prefill(forward, cache, running, first)
         # 2. Every row gets a few tokens.
         tokens = decode(forward, cache, running, steps, draw).tolist()
         for row, ids in zip(running, tokens, strict=True):
@@ -168,35 +171,47 @@ def decoding_loop(
             row.ids += until_stop(ids, stops)
         # 3. Rows that have ended leave, and the row in the last slot moves into the free slot. The
         # walk is backwards: the row in the last slot has been looked at and has not ended.
-        ended = {}
         for slot in reversed(range(len(running))):
             row = running[slot]
-            if row.ids[-1] in stops or row.response_length() == max_new_tokens:
-                ended[row.prompt_index] = row.ids[row.prompt_length :]
+            response = row.response()
+            if response[-1] in stops or len(response) == max_new_tokens:
                 last = running.pop()
                 if last is not row:
                     running[slot] = last
-                    cache.move(len(running), slot)
-        yield ended
+                    cache.copy([len(running)], [slot], len(last.ids))
+                yield row.prompt_index, response
 
 
-def prefill(forward: Callable, cache: SlotCache, first: int, rows: list[Row]) -> None:
-    """Put the keys and values of new rows' prompts into the slots from `first` on.
+def prefill(forward: Callable, cache: SlotCache, rows: list[Row], first: int) -> None:
+    """Put the keys and values of the prompts of new rows, rows[first:], into their slots.
 
-    The last token of each prompt is left out. `decode` forwards it.
+    A prompt is forwarded once. Other new rows with the same prompt copy its keys and values, also
+    from a row that is already decoding. The last token of each prompt is left out. `decode`
+    forwards it.
     """
-    size = max(1, PREFILL_TOKENS // max((len(row.ids) for row in rows), default=1))
-    for start in range(0, len(rows), size):
-        batch = [row.ids[:-1] for row in rows[start : start + size]]
+    slot_of: dict[tuple[int, ...], int] = {}  # prompt -> the first slot that has it
+    new, sources, targets = [], [], []
+    for slot, row in enumerate(rows):
+        source = slot_of.setdefault(row.prompt, slot)
+        if slot >= first and source == slot:
+            new.append(slot)
+        elif slot >= first:
+            sources.append(source)
+            targets.append(slot)
+    size = max(1, PREFILL_TOKENS // max((len(rows[slot].prompt) for slot in new), default=1))
+    for start in range(0, len(new), size):
+        slots = new[start : start + size]
+        batch = [rows[slot].ids[:-1] for slot in slots]
         width = max(map(len, batch))
         if width > 0:
             # Attention is causal, so padding on the right needs no mask.
             ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in batch])  # (B, width)
-            slots = torch.arange(len(batch), device=cache.device)[:, None] + first + start
             positions = torch.arange(width, device=cache.device).expand(len(batch), -1)
-            cache.write_to(slots, positions, visible=0)
+            cache.write_to(torch.tensor(slots, device=cache.device)[:, None], positions, visible=0)
             ids = ids.to(cache.device)
             forward(input_ids=ids, attention_mask=None, position_ids=positions)
+    if targets:
+        cache.copy(sources, targets, length=max(len(rows[slot].prompt) for slot in targets))
 
 
 def decode(
@@ -263,3 +278,42 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(batch_size, int(0.8 * free / per_row)))
+
+
+# --------------------------------------------------------------------------------- random numbers
+#
+# Random numbers are functions of a seed and a position: the same on any rank and in any order.
+
+# The constants of SplitMix64's authors. Minus 2^64: torch.long is signed, and has the same bits.
+STEP = 0x9E3779B97F4A7C15 - 2**64
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def mix_seed(*parts: object) -> int:
+    """One 63-bit seed from several numbers and names; another part gives an unrelated seed."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def generator(*parts: object) -> torch.Generator:
+    """A torch.Generator on the CPU, with mix_seed(*parts) as its seed."""
+    return torch.Generator().manual_seed(mix_seed(*parts))
+
+
+def shifted_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x >> bits as for unsigned numbers. torch's own shift copies the sign into the upper bits."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """A random number in [0, 1), float64, for each seed and position (long, shapes that broadcast).
+
+    SplitMix64: number `position` of the sequence that `seed` starts.
+    torch's 64-bit integers wrap around, which the algorithm needs. A response has the same numbers
+    in every batch, slot and rank.
+    """
+    x = seed + position * STEP
+    x = (x ^ shifted_right(x, 30)) * MIX_1
+    x = (x ^ shifted_right(x, 27)) * MIX_2
+    x = x ^ shifted_right(x, 31)
+    return shifted_right(x, 11).double() / 2**53  # 53 bits: what a float64 holds exactly

@@ -22,7 +22,7 @@ class HeadStats(torch.autograd.Function):
     """ln p and entropy of N tokens, chunk by chunk: all logits never exist at once. The backward
     computes each chunk again:
 
-        logits = (hidden @ weight.T).float()            # (N, V)
+        logits = hidden.float() @ weight.T.float()      # (N, V): float32_logits
         ln_pi = logits.log_softmax(-1)                  # (N, V)
         logp = ln_pi.gather(1, targets[:, None])[:, 0]  # (N,)  ln pi(y)
         entropy = -(ln_pi.exp() * ln_pi).sum(-1)        # (N,)  H = -sum_v pi(v) ln pi(v)

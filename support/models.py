@@ -1,33 +1,43 @@
-"""Models: they are read from the Hub or a folder, prepared, and refused if a run would be wrong."""
+"""Models: they are read, refused if a run would be wrong, prepared, and sharded over ranks.
 
+1. Reading: `load_config`, `load_model`, `empty_model`, and the checks.
+2. Norms: `fuse_norms`.
+3. FSDP2: `load_sharded`, `gathered`, `reshard`. On CUDA the model is always sharded, also on one
+   GPU: FSDP2's mixed precision keeps float32 weights and computes in bfloat16.
+"""
+
+import contextlib
 import hashlib
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
-from support.errors import InputError
-from support.files import fingerprint
+from support import InputError, ranks
 from support.head import float32_logits, use_float32_head
-from support.norms import fuse_norms
+
+# Classes of transformers with the formula of torch's RMSNorm: x / sqrt(mean(x^2) + epsilon) *
+# weight. Many other classes share only a part of the name: Gemma's norm scales by 1 + weight.
+RMS_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
+
+# ---------------------------------------------------------------------------------------- reading
 
 
 def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     """kind.from_pretrained(name, **options); raises InputError in place of the Hub's own errors."""
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
-        hint = "give a Hub id or a folder"
-        if isinstance(error, (SafetensorError, UnpicklingError)):
-            hint = "its file of weights is no whole one; copy or download it again"
-        elif (Path(name) / "adapter_config.json").is_file():
-            hint = "it is an adapter; merge it into its base model and save that"
+    except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
+        hint = "give a Hub id or a folder"
         raise InputError(f"{name}: no {what} there, {hint} ({reason})") from error
 
 
@@ -64,8 +74,6 @@ def load_config(name: str) -> PreTrainedConfig:
     noise would then change the probabilities: no ratio would be 1 before the first update.
     """
     config = load_pretrained(AutoConfig, "model", name)
-    if getattr(config, "quantization_config", None):
-        raise InputError(f"{name}: is a quantised model; its weights must be float32 or bfloat16")
     for part in (config, config.get_text_config()):
         for key in [key for key, value in vars(part).items() if isinstance(value, float)]:
             if "drop" in key or "jitter" in key:
@@ -122,10 +130,95 @@ def weights_of(name: str) -> str:
     It is a hash of a folder's files, or the commit of a Hub id in the cache: load the model before.
     """
     if Path(name).is_dir():
-        digests = {}
-        for file in filter(Path.is_file, Path(name).iterdir()):
+        whole = hashlib.sha256()
+        for file in sorted(filter(Path.is_file, Path(name).iterdir())):
             with file.open("rb") as content:
-                digests[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
-        return fingerprint(digests)
+                whole.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+        return whole.hexdigest()[:16]
     cached = try_to_load_from_cache(name, "config.json")
     return f"{name}, commit {Path(cached).parent.name}" if isinstance(cached, str) else name
+
+
+# ------------------------------------------------------------------------------------------ norms
+
+
+def fuse_norms(model: Model) -> Model:
+    """Replace each norm in RMS_NORMS by torch's RMSNorm, one kernel on a GPU; returns the model.
+
+    The RMSNorm of transformers is eight kernels. The time of a decoding step is the time to launch
+    its kernels, and half of them would be norms. Training, token statistics and sampling all use
+    the same kernel: otherwise the policies that sample and that train would differ by rounding. In
+    float32 the numbers are those of transformers. In bfloat16 they may round differently.
+    """
+    for parent in list(model.modules()):
+        for name, norm in parent.named_children():
+            if type(norm).__name__ in RMS_NORMS:
+                fused = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
+                fused.weight = norm.weight
+                setattr(parent, name, fused)
+    return model
+
+
+# ------------------------------------------------------------------------------------------ FSDP2
+
+
+def load_sharded(policy: torch.nn.Module, whole: Model | None) -> None:
+    """Shard a policy on "meta" with FSDP2, and fill its shards from rank 0's whole model.
+
+    Each decoder layer of `policy.model` is a group. The policy itself is the root group, with the
+    embedding, the last norm and the head. No GPU ever holds the whole float32 model, unless it is
+    the only one. Every rank calls it, the others with None.
+    """
+    options = {"mesh": init_device_mesh(ranks.device().type, (ranks.world_size(),))}
+    if ranks.device().type == "cuda":
+        # Inputs of layers stay as they are: OLMo's and ERNIE's rotary cosines are float32. The
+        # model that samples is not sharded, so nothing would cast them there.
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        options["mp_policy"] = precision
+    for layer in policy.model.base_model.layers:
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+    policy.to_empty(device=ranks.device())
+    # Buffers such as rotary frequencies are in no file.
+    buffers = ranks.broadcast(dict(whole.named_buffers()) if whole else None)
+    for key, buffer in policy.model.named_buffers():
+        buffer.copy_(buffers[key])
+    weights = whole.state_dict() if whole else {}
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(policy.model, weights, options=from_rank_0)
+    config = ranks.broadcast(whole.generation_config if whole else None)
+    policy.model.generation_config = config
+
+
+def reshard(policy: torch.nn.Module) -> None:
+    """Turn parameters into shards again, after a forward without a backward."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def gathered(policy: torch.nn.Module) -> Iterator[Model]:
+    """A policy's model with all weights on every rank (bfloat16 on CUDA), to sample from.
+
+    FSDP2 would gather the weights at every token. So they are gathered once: a twin of the model,
+    which is not sharded, holds the gathered tensors themselves. Without sharding it is the model.
+    """
+    model = policy.model
+    groups = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    if not groups:
+        yield model
+        return
+    twin = empty_model(model.config).eval()
+    twin.generation_config = model.generation_config
+    for group in groups:
+        group.unshard()
+    try:
+        named = {"remove_duplicate": False}  # tied weights have two names
+        tensors = itertools.chain(model.named_parameters(**named), model.named_buffers(**named))
+        for name, tensor in tensors:
+            module, _, attribute = name.rpartition(".")
+            setattr(twin.get_submodule(module), attribute, tensor)
+        yield twin
+    finally:
+        reshard(policy)

@@ -1,44 +1,29 @@
-"""Progress on the terminal: a line for each training step, and a bar within a step.
+"""Progress: a line for each training step, and on a terminal a bar within a step.
 
-If stderr is a file, there are no bars, because a file would keep every refresh of a bar. A phase of
-more than a minute then prints a line each minute. Only rank 0 prints.
+A log file gets no bars, because it would keep every refresh of a bar. Only rank 0 prints.
 """
 
 import contextlib
+import importlib
 import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import transformers
 from tqdm import tqdm
 
-from support import distributed
-from support.distributed import rank
-from support.versions import installed
-
-
-class LogFile:
-    """A replacement for stderr that makes a line of each refresh of a bar."""
-
-    def write(self, text: str) -> None:
-        if text.strip():
-            log(text.strip())
-
-    def flush(self) -> None:
-        pass
+from support import InputError, installed, ranks
+from support.ranks import rank
 
 
 def bar(total: int | None, name: str | None) -> tqdm:
     """Make a bar over `total` items, which is removed at its end. Without a name it is silent."""
-    options = {"total": total, "desc": name, "leave": False, "disable": name is None or rank() > 0}
-    if not sys.stderr.isatty():
-        # miniters keeps tqdm from lines before the minute is over.
-        options |= {"file": LogFile(), "delay": 60, "mininterval": 60, "miniters": 1}
-        options |= {"bar_format": "{desc}: {n_fmt} of {total_fmt} after {elapsed}"}
-    return tqdm(**options)
+    silent = name is None or rank() > 0 or not sys.stderr.isatty()
+    return tqdm(total=total, desc=name, leave=False, disable=silent)
 
 
 def track(items: Iterable, name: str, total: int | None = None) -> Iterator:
@@ -50,13 +35,51 @@ def track(items: Iterable, name: str, total: int | None = None) -> Iterator:
             shown.update()
 
 
+class Tracker:
+    """Sends numbers to TensorBoard, wandb or trackio, from rank 0. An empty kind sends nothing.
+
+    name: of the run, by which wandb and trackio go on with it. step: the last whole step.
+    """
+
+    def __init__(self, kind: str, folder: Path, name: str, step: int, flags: dict) -> None:
+        self.kind, self.run = kind, None
+        if not kind or rank() > 0:
+            return
+        try:
+            if kind == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.run = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+            else:
+                more = {"id": name} if kind == "wandb" else {}
+                tracker = importlib.import_module(kind)
+                self.run = tracker.init(
+                    project="stapo", name=name, resume="allow", config=flags, **more
+                )
+        except ImportError as error:
+            raise InputError(f"--report_to {kind}: pip install {kind} ({error})") from error
+
+    def send(self, step: int, numbers: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in numbers.items() if value is not None}
+        if self.run and self.kind == "tensorboard":
+            for name, value in numbers.items():
+                self.run.add_scalar(name, value, step)
+            self.run.flush()
+        elif self.run:
+            self.run.log(numbers, step=step)
+
+    def finish(self) -> None:
+        if self.run:
+            self.run.close() if self.kind == "tensorboard" else self.run.finish()
+
+
 def report_environment() -> None:
     """Print the number of ranks and their device, and the versions of Python and the packages."""
     device = f"CPU (threads: {torch.get_num_threads()})"
-    if distributed.device().type == "cuda":
+    if ranks.device().type == "cuda":
         device = torch.cuda.get_device_name()
     versions = ", ".join(f"{name} {number}" for name, number in installed().items())
-    log(f"{distributed.world_size()} x {device}; Python {platform.python_version()}, {versions}")
+    log(f"{ranks.world_size()} x {device}; Python {platform.python_version()}, {versions}")
 
 
 def report_step(line: dict, sample: dict, total: int) -> None:
@@ -130,7 +153,7 @@ def response_in_words(sample: dict, step: int) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print above any bar, on rank 0 only. A closed pipe or a lost terminal ends no run."""
+    """Print above any bar, on rank 0 only. A lost terminal ends no run before it is saved."""
     if rank() == 0:
         with contextlib.suppress(OSError):
             tqdm.write(text, file=stream)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.errors import InputError
+from support import InputError
 from support.progress import say, track
 
+FILES = (".jsonl", ".json", ".parquet")
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
 READ = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
@@ -33,64 +34,60 @@ def load_problems(
     out, and each problem has its "row" too, a dict of every column. Raises InputError.
     """
     problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
-    without_answer, columns = 0, READ
-    for number, row in enumerate(load_rows(source, split, whole_rows), start=1):
+    without_answer = 0
+    for number, row in enumerate(load_rows(source, split), start=1):
         if not isinstance(row, dict):
             raise InputError(f"{source}: row {number} is no JSON object")
-        columns = f"its columns are {', '.join(row)}; {READ}"
-        found = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
-        problem = next(filter(None, found), "")
-        found = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
-        answer = next(filter(None, found), None if None in found else "")
-        what = "" if problem else "problem that is text, or a chat of user and assistant alone"
-        if answer is None and not whole_rows:
-            what = what or "answer that is text, a number below 2^53 or a flat list of these"
-        if what:
+        texts = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
+        problem = next(filter(None, texts), "")
+        texts = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
+        answer = next(filter(None, texts), "")
+        if not problem or (None in texts and not answer and not whole_rows):
+            what = "answer that is text, a number below 2^53 or a flat list of these"
+            what = (
+                what if problem else "problem that is text, or a chat of user and assistant alone"
+            )
+            columns = f"its columns are {', '.join(row)}; {READ}"
             raise InputError(f"{source}: row {number} has no {what}; {columns}")
         if answer or whole_rows:
             own = {"row": row} if whole_rows else {}
-            problems.setdefault(problem, {"problem": problem, "answer": answer or ""} | own)
+            problems.setdefault(problem, {"problem": problem, "answer": answer} | own)
         else:
             without_answer += 1
     if not problems:
-        raise InputError(f"{source}: holds no problem with an answer; {columns}")
+        raise InputError(f"{source}: holds no problem with an answer; {READ}")
     if without_answer:
         what = "rows without an answer (empty, proof, notfound) that are left out"
         say(f"{source}: {what}: {without_answer}")
-    if repeated := number - without_answer - len(problems):
-        say(f"{source}: rows that repeat a problem and are left out: {repeated}")
     return list(problems.values())
 
 
-def load_rows(source: str, split: str, whole_rows: bool) -> Iterator[dict]:
+def load_rows(source: str, split: str) -> Iterator[dict]:
     """Iterate over the rows of a Hub data set or a local file, with a bar. Raises InputError."""
     import datasets  # slow to import, and needed by no other function
     from pyarrow.parquet import ParquetFile  # of datasets
 
-    file, total = Path(source), None
-    is_file = file.suffix in (".jsonl", ".json", ".parquet")
-    if is_file and not file.is_file():
+    file = Path(source)
+    kind = file.suffix.lower()
+    if kind in FILES and not file.is_file():
         raise InputError(f"{source}: no such file")
+    if file.is_file() and kind not in FILES:
+        raise InputError(f"{source}: is no {', '.join(FILES)} file; unpack or convert it")
     try:
-        if file.suffix == ".parquet":
-            table = ParquetFile(file)
-            total = table.metadata.num_rows
-            batches = (batch.to_pydict() for batch in table.iter_batches(1000))
-        elif not is_file:
-            table = datasets.load_dataset(source, split=split)
-            known = {*PROBLEM_COLUMNS, *ANSWER_COLUMNS} & {*table.column_names}
-            if not whole_rows and len(known) > 1:  # with fewer a message lists all columns
-                table = table.select_columns(sorted(known))
-            total, batches = len(table), table.iter(1000)
+        if kind in (".jsonl", ".json"):
+            rows = json_rows(file)
+        else:
+            if kind == ".parquet":
+                batches = (batch.to_pydict() for batch in ParquetFile(file).iter_batches(1000))
+            else:
+                batches = datasets.load_dataset(source, split=split).iter(1000)
+            # A batch is {column: values}.
+            rows = (dict(zip(batch, row)) for batch in batches for row in zip(*batch.values()))
     except Exception as error:  # datasets raises a dozen unrelated kinds
         reason = " ".join(str(error).split())
         hint = "give a Hub id, or a .jsonl, .json or .parquet file"
         raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
-    if total is None:
-        rows = json_rows(file)
-    else:  # a batch is {column: values}
-        rows = (dict(zip(batch, values)) for batch in batches for values in zip(*batch.values()))
-    yield from track(rows, f"reading {source}", total)
+    yield from track(rows, f"reading {source}")
 
 
 def json_rows(file: Path) -> Iterator[dict]:
@@ -98,21 +95,16 @@ def json_rows(file: Path) -> Iterator[dict]:
 
     A text stays a text. `datasets` would make a date of "2024-05-01". Raises InputError.
     """
-    number = 0
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            is_list = lines.read(1) == "["
-            lines.seek(0)
-            for line in [lines.read()] if is_list else lines:
-                number += 1
-                if line.strip():
-                    rows = json.loads(line)
-                    yield from rows if is_list else [rows]
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: is not text in UTF-8 ({error}); save it as UTF-8") from error
-    except json.JSONDecodeError as error:
-        what = f"line {number + error.lineno - 1} is not JSON ({error.msg})"
-        raise InputError(f"{file}: {what}; write an object in each line") from error
+    text = file.read_text("utf-8-sig")
+    texts = [text] if text.startswith("[") else text.split("\n")
+    for number, text in enumerate(texts, start=1):
+        if text.strip():
+            try:
+                rows = json.loads(text)
+            except json.JSONDecodeError as error:
+                line = number + error.lineno - 1
+                raise InputError(f"{file}: line {line} is not JSON ({error.msg})") from error
+            yield from rows if isinstance(rows, list) else [rows]
 
 
 def problem_text(value: Any) -> str:

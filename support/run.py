@@ -1,0 +1,340 @@
+"""A run: its flags, its directory, its checkpoints, and the signals that stop it."""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from transformers import HfArgumentParser
+from transformers import PreTrainedModel as Model
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from support import InputError, ranks
+from support.progress import log
+from support.ranks import all_max, barrier, on_rank_0, rank
+
+# A single process saves checkpoints too.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def read_lines(file: Path) -> Iterator[dict]:
+    """Iterate over the rows of a .jsonl file, without torn lines. The file may be missing."""
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+def append_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Add lines to a .jsonl file."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a .jsonl file."""
+    write_whole(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file. A crash leaves either the old text or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(file)
+
+
+def fingerprint(value: Any) -> str:
+    """Hash a value: 16 hexadecimal digits of the SHA-256 of its JSON."""
+    text = json.dumps(value, sort_keys=True, default=str)  # str: for dates and bytes
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------ flags
+
+
+def flag(default: Any, text: str) -> Any:
+    """Define a field of a Config with its default and its --help text."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+class Parser(HfArgumentParser):
+    """A parser that reads @file like a command line, with quotes and comments."""
+
+    def given(self, argv: list[str] | None = None) -> dict[str, Any]:
+        """Return the flags that a command line gives, without the defaults of other flags."""
+        names = [each.name for each in fields(self.dataclass_types[0])]
+        # A flag that is not given keeps the value that the namespace has before parsing.
+        parsed = vars(self.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, MISSING))))
+        return {name: parsed[name] for name in names if parsed[name] is not MISSING}
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
+
+
+def parse_flags(
+    config: type,
+    description: str,
+    argv: list[str] | None = None,
+    defaults: Callable[[dict], dict] = lambda given: {},
+) -> Any:
+    """Read a command line, with arguments files in it, into the dataclass `config`.
+
+    With --resume DIR the other flags come from DIR/config.json, and flags that are given win.
+    `defaults` may replace defaults, from the flags that are given. Rank 0 reads the flags for all
+    ranks. Raises InputError if DIR holds no run.
+    """
+
+    def read() -> Any:
+        parser = Parser(config, description=description, fromfile_prefix_chars="@")
+        given = parser.given(argv)
+        if not given.get("resume"):
+            return config(**defaults(given) | given)
+        stored = flags_of_run(config, Path(given["resume"]))
+        return config(**stored | given | {"output": given["resume"]})
+
+    return on_rank_0(read)
+
+
+def flags_of_run(config: type, run: Path) -> dict[str, Any]:
+    """Read the flags of a run from its config.json. Raises InputError if there is no run."""
+    file = run / "config.json"
+    stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if "resume" not in stored:  # a model's config.json has no such key
+        if run.parent.name == "checkpoints":  # a habit from other trainers
+            raise InputError(f"--resume {run}: is a checkpoint; give its run, {run.parent.parent}")
+        raise InputError(f"--resume {run}: holds no run (its config.json is missing)")
+    return {each.name: stored[each.name] for each in fields(config) if each.name in stored}
+
+
+# ----------------------------------------------------------------------------------- the directory
+
+
+class RunFolder:
+    """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
+
+    `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `flags`
+    are all flags of the program. `id` is the run's name for trackers. Raises InputError if a new
+    run finds files in the directory, or a resumed one finds steps and no checkpoint.
+    """
+
+    def __init__(self, output: str, flags: dict[str, Any]):
+        self.path, self.flags = Path(output).resolve(), flags  # a reward may change the directory
+        self.checkpoint = on_rank_0(self.find_checkpoint)
+        self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
+        self.id = ""
+
+    def find_checkpoint(self) -> Path | None:
+        """Return the newest checkpoint of a resumed run."""
+        if not self.flags["resume"]:
+            must_be_empty(self.path, f"continue a run with --resume {self.path}, or name")
+            return None
+        newest = next(reversed(checkpoints(self.path)), None)
+        # Step 0 is the evaluation before the first step.
+        if newest is None and any(line["step"] for line in self.lines()):
+            what = "holds no checkpoint; start anew in another --output"
+            raise InputError(f"--resume {self.path}: {what}")
+        return newest
+
+    def begin(self, more: dict[str, Any]) -> None:
+        """Write config.json, and remove records of steps after the checkpoint: they come again.
+
+        more: what config.json has beside the flags. A resumed run can have other flags than before.
+        They are printed, and `changes` in config.json has them with the last step before them.
+        Raises InputError if a resumed run would go on with other problems or another template.
+        """
+
+        def write() -> int:
+            file = self.path / "config.json"
+            stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
+            changed = {
+                name: [stored[name], value]
+                for name, value in self.flags.items()
+                if name not in ("output", "resume") and stored.get(name, value) != value
+            }
+            if "chat_template" in changed:
+                what = (
+                    f"a checkpoint keeps its template, {stored['chat_template'] or 'the default'}"
+                )
+                raise InputError(f"--chat_template {self.flags['chat_template']}: {what}")
+            began, now = stored.get("data_fingerprint"), more["data_fingerprint"]
+            if began and now != began:
+                causes = {"data", "reward", "instruction", "max_prompt_tokens"} & changed.keys()
+                names = ", ".join(f"--{name} {self.flags[name]}" for name in sorted(causes))
+                names = names or f"--data {self.flags['data']}"
+                what = f"not the problems that {self.path} began with ({now}, not {began})"
+                raise InputError(f"{names}: {what}")
+            changes = stored.get("changes", [])
+            if changed:
+                texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
+                log(f"changed after step {self.step}: {', '.join(texts)}")
+                changes = [*changes, {"step": self.step} | changed]
+            for half in self.path.glob("checkpoints/step_*.partial"):
+                shutil.rmtree(half)
+            self.id = stored.get("id") or f"{self.path.name}-{os.urandom(4).hex()}"
+            config = self.flags | more | {"changes": changes, "id": self.id}
+            write_whole(file, json.dumps(config, indent=2) + "\n")
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                rows = read_lines(self.path / name)
+                write_rows(self.path / name, [row for row in rows if row["step"] <= self.step])
+            return max((line["step"] for line in self.lines() if "eval" in line), default=-1)
+
+        self.evaluated_step = on_rank_0(write)
+
+    def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
+        """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""
+        self.step = line["step"]
+        if rank() == 0:
+            rows = [{"step": self.step} | sample for sample in samples]
+            append_rows(self.path / "samples.jsonl", rows)
+            # JSON has no NaN and no infinity: they become null.
+            unusable = [k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+            append_rows(self.path / "metrics.jsonl", [line | dict.fromkeys(unusable)])
+
+    def evaluation_is_due(self) -> bool:
+        """Whether the last whole step (0: none yet) must be evaluated, and was not yet."""
+        return is_due(self.step, self.flags["eval_every"]) and self.step > self.evaluated_step
+
+    def end_evaluation(self, scores: dict[str, dict], rows: list[dict]) -> None:
+        """Write the responses of an evaluation after the last whole step, and its scores."""
+        self.evaluated_step = self.step
+        if rank() == 0:
+            (self.path / "evaluations").mkdir(exist_ok=True)
+            write_rows(self.path / "evaluations" / f"step_{self.step:06d}.jsonl", rows)
+            append_rows(self.path / "metrics.jsonl", [{"step": self.step, "eval": scores}])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl."""
+        return list(read_lines(self.path / "metrics.jsonl"))
+
+    def save_is_due(self) -> bool:
+        """Whether the last whole step needs a checkpoint.
+
+        Every evaluation after step 0 needs a checkpoint before it, of the weights that it uses.
+        """
+        return any(is_due(self.step, self.flags[name]) for name in ("save_every", "eval_every"))
+
+    def save(self, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:
+        """Save the last whole step unless that is done. The newest --keep_last checkpoints stay."""
+        if self.step > self.saved:
+            folder = self.path / "checkpoints" / f"step_{self.step:06d}"
+            save_checkpoint(folder, model, optimizer, tokenizer)
+            self.saved = self.step
+            if rank() == 0:
+                for old in checkpoints(self.path)[: -self.flags["keep_last"]]:
+                    shutil.rmtree(old, ignore_errors=True)
+
+
+def must_be_empty(folder: Path, hint: str) -> None:
+    """Make a folder. Raises InputError if it has files: no program writes over them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if files := sorted(path.name for path in folder.iterdir() if path.name[0] != "."):
+        raise InputError(f"--output {folder}: holds {files[0]}; {hint} an empty directory")
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0  # 0: never
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """List the complete checkpoints of a run, oldest first. step_000020_copy is none of them."""
+    return sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:
+    """Write checkpoints/step_N: weights and tokenizer in HF format, `trainer/` for the optimiser.
+
+    The folder gets its name when it is whole, so a crash leaves no half of a checkpoint. Any number
+    of ranks can continue from it: all else is a function of seed and step.
+    """
+    partial = folder.with_suffix(".partial")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
+    if rank() == 0:
+        partial.mkdir(parents=True)
+        head = model.get_output_embeddings()
+        if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
+            weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
+        model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+    barrier()  # the folder exists; the others wait here, however long rank 0 writes
+    moments = get_optimizer_state_dict(model, optimizer)
+    # In the patient group a rank waits for the others' disks, however long these take.
+    group, alone = ranks.patient, not dist.is_initialized()
+    dcp.save(moments, checkpoint_id=partial / "trainer", process_group=group, no_dist=alone)
+    if rank() == 0:
+        partial.rename(folder)
+    barrier()
+
+
+def load_optimizer(folder: Path, model: Model, optimizer: Optimizer) -> None:
+    """Load the optimiser's moments from a checkpoint, on any number of ranks."""
+    moments = get_optimizer_state_dict(model, optimizer)
+    group, alone = ranks.patient, not dist.is_initialized()
+    dcp.load(moments, checkpoint_id=folder / "trainer", process_group=group, no_dist=alone)
+    set_optimizer_state_dict(model, optimizer, moments)
+
+
+# ---------------------------------------------------------------------------------------- the stop
+
+
+class StopSignals:
+    """Within `with`, Ctrl-C, SIGTERM and SIGHUP (a lost terminal) set a flag, and do nothing else.
+
+    The program looks at the flag after each step. Launchers repeat signals, so a second one means
+    the same. SIGQUIT (Ctrl and a backslash) ends the program at once.
+    """
+
+    def __enter__(self) -> "StopSignals":
+        self.flag, self.before = False, {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
+                self.before[number] = signal.signal(number, self.set_flag)
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def set_flag(self, _number: int, _frame: Any) -> None:
+        if not self.flag and rank() == 0:
+            # print fails if the signal arrives during another write to the same stream.
+            with contextlib.suppress(OSError):  # the terminal is lost
+                os.write(2, b"\nstopping after this step; Ctrl-\\ ends at once\n")
+        self.flag = True
+
+    def asked(self) -> bool:
+        """Whether any rank was asked to stop. Every rank must call this."""
+        return all_max(int(self.flag)) > 0
+
+
+# SIGTERM ends a process that a reward has forked: time limits rely on it.
+os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
