@@ -220,6 +220,7 @@ def grade(sampled: Rows, problems: dict[Key, dict], reward: Reward) -> Rows:
     for key, problem in problems.items():
         row = sampled[key]
         rows[key] = {
+            "question": problem["problem"],
             "gold": problem["answer"],
             "answer": extract_answer(row["response"]),
             "correct": values[key] > 0,

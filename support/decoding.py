@@ -97,7 +97,8 @@ def has_full_attention(model: Model) -> bool:
     """Whether every layer attends to all earlier tokens, with rotary positions."""
     layers = DynamicCache(config=model.config).layers
     full = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
-    return full and hasattr(model.base_model, "rotary_emb")
+    rotary = hasattr(model.base_model, "rotary_emb") and not getattr(model.config, "alibi", False)
+    return full and rotary
 
 
 def rounded_up(length: int, multiple: int) -> int:

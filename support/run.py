@@ -284,6 +284,7 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
         if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
             weights.pop(next(n for n, m in model.named_modules() if m is head) + ".weight")
         model.save_pretrained(partial, state_dict=weights)
+        add_old_rope(partial / "config.json")
         tokenizer.save_pretrained(partial)
     barrier()  # the folder exists; the others wait here, however long rank 0 writes
     moments = get_optimizer_state_dict(model, optimizer)
@@ -293,6 +294,20 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
     if rank() == 0:
         partial.rename(folder)
     barrier()
+
+
+def add_old_rope(file: Path) -> None:
+    """Write rotary positions into a model's config.json as transformers 4 reads them, too.
+
+    Version 4 would read a base of 10,000 without a word. Version 5 reads `rope_parameters`.
+    """
+    config = json.loads(file.read_text("utf-8"))
+    rope = dict(config.get("rope_parameters") or {})
+    if theta := rope.pop("rope_theta", None):
+        config["rope_theta"] = theta
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = rope
+        file.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def load_optimizer(folder: Path, model: Model, optimizer: Optimizer) -> None:
