@@ -29,23 +29,22 @@ MAX_BITS = 4_096  # longer powers are floats; 10^1000 is exact
 TOLERANCE = 1e-9  # relative: far above rounding, far below 1.5 against 1.50001
 
 # ---- 1. one spelling ----------------------------------------------------------------------------
-
 _SPELLINGS = r"""
 \cdot * \times * \ast * × * · * ⋅ * ∗ * \div / ÷ / − - – - — - ‐ - ‑ - ’ ' ′ ' 。 . 、 , \% % \\ ),(
 \cr ),( & , \leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠ \neq ≠
 \equiv = ≡ = \approx = ≈ = \in ∈ \cup ∪ ∨ \vee ∧ \wedge \setminus ∖ \backslash ∖ \pm ± \mp ± \mid |
-\vert | \lvert | \rvert | \langle ( \rangle ) \lbrace \{ \rbrace \} ⌊ \lfloor ⌋ \rfloor ⌈ \lceil
-⌉ \rceil √ \sqrt \dfrac \frac \tfrac \frac \cfrac \frac \over \frac \dbinom \binom \choose \binom
-½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ∅ \emptyset ∞ \infty
-\varnothing \emptyset \degree ° º ° \dots … \ldots … \cdots … \dotsc … ⋯ … ⁄ / ⅛ \frac{1}{8}
+\vert | \lvert | \rvert | \langle ( \rangle ) \lbrace \{ \rbrace \} ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉
+\rceil √ \sqrt \dfrac \frac \tfrac \frac \cfrac \frac \over \frac \dbinom \binom \choose \binom ½
+\frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ∅ \emptyset ∞ \infty \varnothing
+\emptyset \degree ° º ° \dots … \ldots … \cdots … \dotsc … ⋯ … ⁄ / ⅛ \frac{1}{8} \imath i \jmath j
 """.split()
-_BLANKS = r"$ \$ £ € ~ \( \) \[ \] \, \; \: \! \> \quad \qquad \displaystyle \angle \triangle"
-_FONTS = r"\mathbf \mathbb \mathcal \mathit \mathsf \boldsymbol \bm \vec \hat"
+_BLANKS = r"$ £ \pounds € ~ \quad \qquad \displaystyle \small \large \Large \LARGE \huge \angle "
+_BLANKS += r"\triangle \mathbf \mathbb \mathcal \mathit \mathsf \boldsymbol \bm \bf \it \vec \hat"
 _LETTERS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi "
 _LETTERS += "rho sigma tau upsilon phi chi psi omega hbar ell nabla partial infty emptyset bar "
 _LETTERS = (_LETTERS + "overline underline tilde").split()
 _SPELLINGS = {old: new + " " for old, new in zip(_SPELLINGS[::2], _SPELLINGS[1::2], strict=True)}
-_SPELLINGS |= dict.fromkeys([*_BLANKS.split(), *_FONTS.split(), "\\ "], " ")
+_SPELLINGS |= dict.fromkeys([*_BLANKS.split(), *("\\" + sign for sign in "$()[],;:!> ")], " ")
 _SPELLINGS |= {chr(0xFEE0 + code): chr(code) for code in range(ord("!"), ord("~"))}  # fullwidth
 _SPELLINGS |= {a: f"\\{name} " for a, name in zip("αβγδεζηθικλμνξοπρστυφχψω", _LETTERS)}
 
@@ -54,8 +53,7 @@ for _f, _g in zip("sin cos tan sinh cosh tanh".split(), "csc sec cot csch sech c
     FUNCTIONS["arc" + _f] = FUNCTIONS["ar" + _f] = getattr(cmath, "a" + _f)
     FUNCTIONS[_g] = lambda x, f=FUNCTIONS[_f]: 1 / f(x)
     FUNCTIONS["arc" + _g] = lambda x, f=FUNCTIONS["arc" + _f]: f(1 / x)
-FUNCTIONS["arccot"] = lambda x: cmath.pi / 2 - cmath.atan(x)  # between 0 and pi
-FUNCTIONS |= {"ln": cmath.log, "lg": cmath.log10}
+FUNCTIONS |= {"ln": cmath.log, "lg": cmath.log10, "arccot": lambda x: cmath.pi / 2 - cmath.atan(x)}
 _FUNCTION_NAMES = "|".join(sorted({*FUNCTIONS, "sqrt", "pi", "e", "i"} - {"sec"}))  # sec: seconds
 
 # A text behind a value is a unit if it has a unit word, such as a plural, and no value word.
@@ -70,7 +68,7 @@ _VALUES += r"fif|six|seven|eigh|nin|ten|eleven|twelf|\w+(?:teen|tie|red|sand|ill
 
 # Patterns of RULES. There, ⟦...⟧ is the content of \text{...}, or words without it.
 _INSIDE = r"((?:[^{}]|\{[^{}]*\})*?)"
-_TEXT = rf"\\(?:text[a-z]*|mathrm|[mh]box|rm|operatorname)\s*\{{{_INSIDE}\}}"
+_TEXT = rf"(?:\\(?:text[a-z]*|mathrm|.box|rm|oper[a-z]*)\s*\{{|(?<![c}}_^])\{{\s*\\rm~){_INSIDE}\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 _VALUE = rf"[^⟧]*(?:\b(?i:{_VALUES})\b|[=约至不负半十百万亿对双打])"
 _UNIT = rf"(?=[^⟧]*(?<![A-Za-z])(?:{_UNITS})(?![A-Za-z]))[^⟧]*⟧{_POWER}"
@@ -86,13 +84,13 @@ _WORDS += r"|[\u4e00-\u9fff]+)\s*\Z"
 _NO_WORDS = rf"(?:{_FUNCTION_NAMES}|[A-Za-z]{{1,2}}(?<![Nn]o))"  # sin(x) is none
 _ONLY_WORDS = rf"\A(?!(?>{_NO_WORDS}\b|[\s(),.'-])+\Z)[A-Za-z\s,.'()⟦⟧-]+\Z"
 _SPELLING = r"\\(?:[A-Za-z]+|.)|[<>]=|[$&]|[^ -}]"
-_MATRIX = r"\s*\{(?:[pb]?(?:small)?matrix|array)\}"
+_MATRIX = r"\s*\{(?:[pb]?(?:small)?matrix|array|cases|aligned|align\*?)\}(?:\s*\{[lcr|\s]*\})?"
 _ITEM = r"((?:(?!\\[{}])[^,;∨∧∪±]){0,300})"  # with a bound, because any place can be its start
 _CAPITALS = r"(\A|[,;∨∧])\s*[({]?([A-Z])\s?([A-Z])[)}]?(?=\s*(?:[,;∨∧]|\Z))"
-_WHOLE = r"(?<!\d )(?<![\d.^_}/*])(\d+)"  # the 1 of 1\frac{4}{5}
-_RESIDUE = r"\A(?:(?!\d)[\w{}]*\s*=)?(.+?)"  # x = 5 in x = 5 (mod 7)
-_MODULUS = r"\(?\s*(?:\\[bp]?)?mod(?:ulo)?~[\s{]*([\w^]+)[\s})]*\Z"
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_MIXED = r"(?<!\d )(?<![\d.^_}/*])(\d+)(?: *\\frac *\{?(\d+)\}? *\{(\d+)\}| +(\d+) */ *(\d+))"
+_RESIDUE = r"\A(?:(?!\d)[\w{}]*\s*=)?(.+?)\(?\s*(?:\\[bp]?)?mod(?:ulo)?~[\s{]*([\w^]+)[\s})]*\Z"
+_TURNED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻][", "0123456789-()")
+_PREFIX = r"(?i:(?:the )?(?:final )?answer(?: is\b|:):?)|(?:USD?|EUR|GBP)(?=[\s⟧]*\d)"
 _OVER = rf"(?:\{{|\A){_INSIDE}\s*\\(over|choose)~\s*{_INSIDE}(?:\}}|\Z)"
 
 # Each rule: pattern, replacement, an example, and the example after this rule. They are applied in
@@ -106,22 +104,24 @@ RULES = [
     (r"(?<=[\d})i])\s*(?:\\approx~|≈)[^,;]*", "", r"2\pi \approx 6.3", r"2\pi"),
     (r"\\mathbb\s*\{?\s*R~\s*\}?|ℝ|\ball real numbers\b", "(-∞,∞)", r"\mathbb R", "(-∞,∞)"),
     (_OVER, r"\\\2{\1}{\3}", r"{9 \choose 4}", r"\choose{9}{4}"),
-    (r"[⁰¹²³⁴-⁹⁻]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", "10⁻⁷", "10^{-7}"),
-    (r"\\not\s*=|(?<=\s)!=", "≠", "x != 3", "x ≠ 3"),
+    (r"&(?=\s*[=<>])|(?<==)\s*&|(?<!\\)[,;.](?=\s*(?:\\\\|&|\\end))", "", r"x &= 1,\\", r"x = 1\\"),
+    (r"\A([\s$]*)(\d+)\s*(?:\\times~|×)\s*(\d+[\s$]*)\Z", r"w_{\2×\3}=\2×\3", "3×4", "w_{3×4}=3×4"),
+    (r"[⁰¹²³⁴-⁹⁻]+", lambda m: f"^{{{m[0].translate(_TURNED)}}}", "10⁻⁷", "10^{-7}"),
+    (r"(\\not\s*=|(?<=\s)!=)|\.\s?\.\s?\.", lambda m: "≠" if m[1] else "…", "x != 3", "x ≠ 3"),
     (_SPELLING, lambda m: _SPELLINGS.get(m[0], m[0]), r"2 \cdot x", "2 *  x"),
-    (r"\.\s?\.\s?\.", "…", "1, 2, ...", "1, 2, …"),
-    (r"\.\s*\Z", "", "5 metres.", "5 metres"),
-    (rf"\\begin{_MATRIX}(?:\s*\{{[lcr|\s]*\}})?", "((", r"\begin{array}{c} 1", "(( 1"),
+    (r"[.\s\\]+\Z", "", r"5 metres. \\", "5 metres"),
+    (r"\\\{(?=[ \\{]*\\emptyset *\\\})", r"\{w_0,", r"\{\emptyset\}", r"\{w_0,\emptyset\}"),
+    (rf"\\\{{ *(?!.*\\\}})\\begin{_MATRIX}|\\begin\{{[ac][al].+?\}}", "[(", r"\begin{cases}", "[("),
+    (rf"\\begin{_MATRIX}", "((", r"\begin{array}{c} 1", "(( 1"),
     (rf"(?:\),\(\s*)?\\end{_MATRIX}", "))", r"2 \end{pmatrix}", "2 ))"),
     # Units are in ⟦⟧ before they are removed, and what words mean is known before the units are.
-    (rf"(?<![c}}_^])\{{\s*\\rm~{_INSIDE}\}}", r"\\text{\1}", r"10 {\rm m}", r"10 \text{ m}"),
     (r"\bp(?:er\s?cent(?:age)?|ct)\b", "%", "35 percent", "35 %"),
     (_TEXT, r"⟦\1⟧", r"5\text{ cm}", "5⟦ cm⟧"),
+    (rf"\A(⟦?)\s*(?:{_PREFIX})", r"\1", "⟦The answer is ⟧5", "⟦ ⟧5"),
     (r"(\A|=)\s*⟦\s*(-?\d[\d.,]*)(?=\s*[A-Za-z][^⟧]*⟧[\s\d^{}]*\Z)", r"\1\2⟦", "⟦9 cm⟧", "9⟦ cm⟧"),
     (_WORDS, r"⟦\1⟧", "120 miles per hour", "120⟦ miles per hour⟧"),
     (r"\^\s*\{?\s*⟦\s*(?:st|nd|rd|th)\s*⟧\s*\}?", "", "3^{⟦rd⟧}", "3"),
-    (r"(?:,\s*)?(?:⟦\s*,?\s*or\s*,?\s*⟧|\bor\b)", "∨", "1, 2,⟦ or ⟧3", "1, 2∨3"),
-    (r"(?:,\s*)?(?:⟦\s*,?\s*and\s*,?\s*⟧|\band\b)", "∧", "1, 2 and 3", "1, 2 ∧ 3"),
+    (r",? ?(?:⟦[ ,]*(?:or|and) *⟧|\b(?:or|and)\b)", lambda m: "∨∧"["a" in m[0]], "1 or 2", "1∨ 2"),
     (r"(?:\{ *\} *)?\^ *(?:\{ *\\circ *\}|\\circ)|⟦ *degrees? *⟧", "°", r"30^{\circ}", "30°"),
     (rf"\\frac\s*\{{({_UNIT})[\s}}]*\{{({_UNIT})\s*\}}", r"\1/\2", r"\frac{⟦m⟧}{⟦s⟧}", "⟦m⟧/⟦s⟧"),
     (rf"{_AFTER_VALUE}{_UNIT}{_NO_FACTOR}", " ", "5 ⟦W m^{-2}⟧", "5 "),
@@ -130,11 +130,9 @@ RULES = [
     # Only values are left. A mixed number is known before a fraction becomes any other value.
     (r"\^\s*(?:\{\s*\\prime\s*\}|\\prime)", "'", r"y^{\prime}", "y'"),
     (r"(\\(?:frac|binom)\s*(?:\{[^{}]*\}|\d))\s*(\d)", r"\1{\2}", r"\frac12", r"\frac1{2}"),
-    (_WHOLE + r"\s*\\frac\s*\{?(\d+)\}?\s*\{(\d+)\}", r"(\1+\2/\3)", r"1\frac4{5}", "(1+4/5)"),
-    (_WHOLE + r" +(\d+)\s*/\s*(\d+)", r"(\1+\2/\3)", "137 1/2", "(137+1/2)"),
+    (_MIXED, r"(\1+\2\4/\3\5)", "137 1/2", "(137+1/2)"),
     (r"([\^_])\s*\{\s*(\w)\s*\}(?!\s*[\d.])", r"\1\2", "t^{2}", "t^2"),
-    (r"(\A|[∈∪∨])\s*\]", r"\1(", "]2, 3]", "(2, 3]"),
-    (r"\[\s*(\Z|[∪∨])", r")\1", "[2, 3[", "[2, 3)"),
+    (r"(?<![^∈∪∨]) ?\]|\[ ?(?![^∪∨])", lambda m: m[0].translate(_TURNED), "]2, 3[", "(2, 3)"),
     # A point first: (0, ±2) is two points, and 1 ± 2 two numbers. The smaller one is first.
     (r"(?<!\w)\(((?=[^()]*,)[^()±]*)±([^()±]*)\)", r"(\1-\2),(\1+\2)", "(0,±2)", "(0,-2),(0,+2)"),
     (rf"(?<!\\){_ITEM}±{_ITEM}", r"\1-\2,\1+\2", r"x = 1 ± 2", "x = 1 - 2,x = 1 + 2"),
@@ -142,7 +140,7 @@ RULES = [
     # mod 7, and 5 mod 8 does not. A list of residues becomes one set with that name.
     (_CAPITALS, r"\1 w_{\2\3}", "IX", " w_{IX}"),
     (r"\(?(\d+)\s*\)?\s*_\s*\{?(\d+)\}?", r"(b_{\2}=\1)", "(52)_8", "(b_{8}=52)"),
-    (_RESIDUE + _MODULUS, r"mod_{\2}=\\{\1\\}", r"5\pmod{7}", r"mod_{7}=\{5\}"),
+    (_RESIDUE, r"mod_{\2}=\\{\1\\}", r"5\pmod{7}", r"mod_{7}=\{5\}"),
     # Two digits after the colon can be a time of day. As ratios, 2:15 and 4:30 would be equal.
     (r"\A(?!.*:[0-5]\d(?!\d))([^:]+):([^:]+)\Z", r"(\1)/(\2)", "3:2", "(3)/(2)"),
 ]
@@ -157,7 +155,6 @@ def clean(text: str) -> str:
 
 
 # ---- 2. tokens ----------------------------------------------------------------------------------
-
 _COMMANDS = {*FUNCTIONS, *"frac binom sqrt pi".split()}
 # The tokens that can name a quantity. Other commands can be relations or negations: \to, \not.
 NAME = re.compile(
@@ -179,13 +176,12 @@ def tokenize(text: str) -> list[str]:
 
 
 # ---- 3. values: a parser that computes ----------------------------------------------------------
-
 _RELATIONS = frozenset("= < > ≤ ≥ ≠ ∈".split())
 _STOP = _RELATIONS | {"", *") ] } \\} \\rfloor \\rceil , ; ∨ ∧ ∪ ∖ + -".split()}
 _CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
 _CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
 _LISTS = ({"{}", ","}, {"{}", "∨"}, {",", "∨"}, {",", "∧"})  # kinds that can be the same list
-_is_number = re.compile(r"[\d.]").match
+_number = re.compile(r"[\d.]").match
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j}
 # 1 / 0; unreadable text; a set plus one; one without a set; nested too deeply
 _FAILURES = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
@@ -231,9 +227,8 @@ def _factorial(x):
 
 def _name(side: list[str], number: bool) -> str:
     """Return the name that a side of a relation is, or "". `number`: the other side is a number."""
-    names = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
-    kinds = ["n" if NAME.match(t) or t in names else "1" if _is_number(t) else t for t in side]
-    kinds = "".join(kinds)
+    more = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
+    kinds = "".join("n" if NAME.match(t) or t in more else "1" if _number(t) else t for t in side)
     named = _NAMED_VALUE.fullmatch(kinds) or number and _NAMED_NUMBER.fullmatch(kinds)
     return "".join(side) if named else ""
 
@@ -289,7 +284,10 @@ class _Reader:
         names = [_name(side, False) for side in sides]
         if {*operators} != {"="}:
             return self.inequality(parts, names, operators)
-        if not any(map(NAME.match, itertools.chain(*sides[1:]))):
+        right = [*itertools.chain(*sides[1:])]
+        d = re.fullmatch(r"frac\{(d|\\partial)(\\?\w+)\}\{\1(\\?\w+)\}", "".join(sides[0]))
+        # dy/dx names 6x and -x/y. In dy/dx = y it is a part of a differential equation.
+        if not any(map(NAME.match, right)) or d and (d[3] in right or d[2] not in right):
             names[0] = _name(sides[0], True)
         if not names[0]:  # 5 = x is x = 5
             parts, names = parts[::-1], names[::-1]
@@ -335,7 +333,7 @@ class _Reader:
     def neighbour(self):
         """Read a factor without an operator: x, 3^2 and 3! in 2x 3^2 3!. 2 3 is refused."""
         after = [token for token in self.tokens[self.at : self.at + 4] if token not in "{}"]
-        if after and _is_number(after[0]) and after[1:2] not in (["^"], ["!"]):
+        if after and _number(after[0]) and after[1:2] not in (["^"], ["!"]):
             raise ValueError("a number right beside another factor")
         return self.power()
 
@@ -347,13 +345,12 @@ class _Reader:
     def power(self):
         value = self.primary()
         value = self.degree * value if self.take("°") else value
-        if self.take("!"):
-            value = _factorial(value)
+        value = _factorial(value) if self.take("!") else value
         return _power(value, self.signed()) if self.take("^") else value
 
     def primary(self):
         token, self.at = self.next, self.at + 1
-        if _is_number(token):
+        if _number(token):
             return Fraction(token)
         if token in _CLOSING:
             return self.group(token)
@@ -383,7 +380,12 @@ class _Reader:
         kind = "{}" if opening in ("{", "\\{") else opening + closing
         if len(parts) == 1 and opening != "\\{" and kind in ("()", "[]", "{}"):
             return parts[0]
-        return _Form(kind, parts)
+        form = _Form(kind, parts)
+        if kind == "()" and len(parts) < 4 and sum(map(bool, parts)) > 1:  # (3, -2) is 3i - 2j
+            with contextlib.suppress(*_FAILURES):
+                axes = 1j, self.variable("j"), self.variable("k")
+                form.vector = sum(part * axis for part, axis in zip(parts, axes))
+        return form
 
     def function(self, name: str):
         base = self.primary() if self.take("_") else math.e
@@ -404,8 +406,6 @@ class _Reader:
 
 
 # ---- 4. equality --------------------------------------------------------------------------------
-
-
 def _close(a, b) -> bool:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
@@ -413,11 +413,11 @@ def _close(a, b) -> bool:
     return abs(a - b) <= slack < math.inf
 
 
-def _bare(x):
+def _bare(x, forms=2):
     """Return `x` without names and lists of one: 5 for y = 5, {5} and 5_7."""
     while isinstance(x, _Form) and (x.name or x.kind == "{}" and len(x.parts) == 1):
         x = x.parts[-1]
-    return x
+    return getattr(x, "vector", x) if forms == 1 else x  # a number can be a vector: 3i - 2j
 
 
 def _same(a, b) -> bool:
@@ -427,12 +427,15 @@ def _same(a, b) -> bool:
         return _close(a, b)
     if forms == 2 and a.name and b.name:
         return a.name == b.name and _same(a.parts[-1], b.parts[-1])
-    if forms == 1 or a.kind != b.kind and {a.kind, b.kind} not in _LISTS:
-        bare_a, bare_b = _bare(a), _bare(b)
+    kinds = [x.kind for x in (a, b) if isinstance(x, _Form)]
+    if forms == 2 and all(getattr(part, "kind", "") == "=" for part in a.parts + b.parts):
+        kinds = ["∧" if kind in ("()", "[)") else kind for kind in kinds]  # the rows of a system
+    if forms == 1 or kinds[0] != kinds[1] and {*kinds} not in _LISTS:
+        bare_a, bare_b = _bare(a, forms), _bare(b, forms)
         return (bare_a is not a or bare_b is not b) and _same(bare_a, bare_b)
     if len(a.parts) != len(b.parts):
         return False
-    if a.kind not in ("{}", ",", "∨", "∧", "="):
+    if kinds[0] not in ("{}", ",", "∨", "∧", "="):
         return all(map(_same, a.parts, b.parts))
     rest = list(b.parts)  # in any order
     for x in a.parts:
@@ -466,7 +469,6 @@ def _readings(text: str) -> list[list]:
 
 
 # ---- 5. text ------------------------------------------------------------------------------------
-
 # \textbf{(B)} 7, B. 7 and Option B. The text must not mention another letter: (B) or (C).
 _OPTION = re.compile(
     r"(?s)\A[\s$]*(?:\\(?:text|math)[a-z]*\s*\{\s*)?(?!.*\b[A-Z]\b.*\b[A-Z]\b)"
@@ -496,8 +498,6 @@ def math_equal(a: str, b: str) -> bool:
 
 
 # ---- 6. rounded answers -------------------------------------------------------------------------
-
-
 def rounds_to(answer: str, gold: str) -> bool:
     r"""Whether a number with more digits rounds to a gold answer that is a rounded result.
 
