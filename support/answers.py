@@ -60,7 +60,7 @@ _FUNCTION_NAMES = "|".join(sorted({*FUNCTIONS, "sqrt", "pi", "e", "i"} - {"sec"}
 _UNITS = r"[A-Za-z-]+[^\Wsui]s|[fpnumcdhkMGT]?(?:[msgLlJNWVACFTKH]|Hz|Pa|eV|mol|rad|min)|in(?! )|"
 _UNITS += r"ft|yd|mi|lb|oz|hr?|d|yr|mph|sq|cu|sec|deg|erg|st|nd|rd|th|[a-z]*(?:met|lit)(?:er|re)|"
 _UNITS += r"[a-z]*gram|foot|feet|inch|mile|yard|pound|ounce|unit|second|minute|hour|day|week|year|"
-_UNITS += r"month|dollar|cent|degree|people|person|men|women|children|gm|increase|[\u4e00-\u9fff]+"
+_UNITS += r"month|dollar|cent|USD|degree|people|person|\w*men|children|gm|increase|[\u4e00-\u9fff]+"
 _VALUES = r"least|most|more|less|fewer|over|under|above|below|up|not?|n?or|plus|minus|times \w+|"
 _VALUES += r"p\.?m|loss|south|west|multiples?|factorials?|tens|halves|extraneous|rejected|(?:half|"
 _VALUES += r"third|quarter|pair|couple|trio|twin|dozen|score|hundred|thousand|\w+illion|(?:four|"
@@ -104,13 +104,13 @@ RULES = [
     (r"(?<=[\d})i])\s*(?:\\approx~|≈)[^,;]*", "", r"2\pi \approx 6.3", r"2\pi"),
     (r"\\mathbb\s*\{?\s*R~\s*\}?|ℝ|\ball real numbers\b", "(-∞,∞)", r"\mathbb R", "(-∞,∞)"),
     (_OVER, r"\\\2{\1}{\3}", r"{9 \choose 4}", r"\choose{9}{4}"),
-    (r"&(?=\s*[=<>])|(?<==)\s*&|(?<!\\)[,;.](?=\s*(?:\\\\|&|\\end))", "", r"x &= 1,\\", r"x = 1\\"),
-    (r"\A([\s$]*)(\d+)\s*(?:\\times~|×)\s*(\d+[\s$]*)\Z", r"w_{\2×\3}=\2×\3", "3×4", "w_{3×4}=3×4"),
+    (r"&(?= *[=<>])|(?<==) *&|(?<![\\.])[,;.](?= *(?:\\\\|&|\\end))", "", r"x &= 1,\\", r"x = 1\\"),
+    (r"\A[ $(\\]*(\d+) *(?:\\times|×) *(\d+)[ $.)\\]*\Z", r"w_{\1×\2}=\1×\2", "3×4", "w_{3×4}=3×4"),
     (r"[⁰¹²³⁴-⁹⁻]+", lambda m: f"^{{{m[0].translate(_TURNED)}}}", "10⁻⁷", "10^{-7}"),
     (r"(\\not\s*=|(?<=\s)!=)|\.\s?\.\s?\.", lambda m: "≠" if m[1] else "…", "x != 3", "x ≠ 3"),
     (_SPELLING, lambda m: _SPELLINGS.get(m[0], m[0]), r"2 \cdot x", "2 *  x"),
     (r"[.\s\\]+\Z", "", r"5 metres. \\", "5 metres"),
-    (r"\\\{(?=[ \\{]*\\emptyset *\\\})", r"\{w_0,", r"\{\emptyset\}", r"\{w_0,\emptyset\}"),
+    (r"\\\{(?= *\\emptyset *\\\})", r"\{w_0,", r"\{\emptyset\}", r"\{w_0,\emptyset\}"),
     (rf"\\\{{ *(?!.*\\\}})\\begin{_MATRIX}|\\begin\{{[ac][al].+?\}}", "[(", r"\begin{cases}", "[("),
     (rf"\\begin{_MATRIX}", "((", r"\begin{array}{c} 1", "(( 1"),
     (rf"(?:\),\(\s*)?\\end{_MATRIX}", "))", r"2 \end{pmatrix}", "2 ))"),
@@ -188,7 +188,7 @@ _FAILURES = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionEr
 
 # Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
 # _NAMED_VALUE names any value: x, f(n), (x, y). _NAMED_NUMBER names a number: AB, f(2), m + n.
-_NAMED_VALUE = re.compile(r"n(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
+_NAMED_VALUE = re.compile(r"{*n}*(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
 _NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")
 
 
@@ -200,7 +200,7 @@ class _Form:
     list with "or", "∧" for a list with "and", "," for a list that can be either, "=" for an
     equation or a named value, "<", "≤", "≠" or "∈" for other relations.
     name: x in x = 5 and x < 5, f(n) in f(n) = 2n, b_7 in the number 5_7. The named value is the
-    last part: 5, and the interval (-∞, 5).
+    last part: 5, and the interval (-∞, 5). vector: the number 3i - 2j of a point (3, -2).
     """
 
     kind: str
@@ -230,7 +230,7 @@ def _name(side: list[str], number: bool) -> str:
     more = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
     kinds = "".join("n" if NAME.match(t) or t in more else "1" if _number(t) else t for t in side)
     named = _NAMED_VALUE.fullmatch(kinds) or number and _NAMED_NUMBER.fullmatch(kinds)
-    return "".join(side) if named else ""
+    return "".join(side).strip("{}") if named else ""
 
 
 class _Reader:

@@ -109,6 +109,21 @@ m = 2 and n = 3 | n = 3, m = 2 | 2, 3
 \cot^{-1} 2 | \arctan(1/2) | \operatorname{arccot} 2
 \cosh^{-1} 2 | \ln(2+\sqrt3) | \operatorname{arcosh} 2
 AB, 2CD | 2DC, AB
+x = 1, y = 2 | \begin{cases} x = 1, \\[2pt] y = 2. \end{cases} | (y = 2, x = 1)
+x = 1 and y = 2 | \begin{align*} y &= 2 \\ x &= 1 \\ \end{align*} | x = 1, y = 2
+x = 1, y = 2 | \left\{ \begin{array}{rcl} x & = & 1 \\ y & = & 2 \end{array} \right.
+x + y = 3, x - y = 1 | \begin{cases} x - y = 1 \\ x + y = 3 \end{cases}
+\begin{cases} \frac12 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} .5, & 0<x \\ 0, & x=0 \end{cases}
+(3, -2) | 3\mathbf{i} - 2\mathbf{j} | -2{\bf j} + 3{\bf i} | \vec{v} = 3\hat{\imath} - 2\hat{\jmath}
+(3, 0, -2) | 3\hat{\mathbf{i}} - 2\hat{\mathbf{k}} | \frac{1}{2}(6\vec{i} - 4\vec{k})
+42 | \text{The answer is } 42 | The final answer is: 42. | \text{Answer: 42} | {\bf 42} | \large 42
+42 | 42 \\
+6x | \frac{dy}{dx} = 6x | \frac{\mathrm{d}y}{\mathrm{d}x} = 6x | \frac{\partial f}{\partial x} = 6x
+-\frac{x}{y} | \frac{dy}{dx} = -\frac{x}{y}
+45 | USD 45 | \text{USD } 45 | US\$45 | 45 USD | \pounds 45 | EUR 45
+12 | 3 \times 4 | 4 \times 3
+3 \times 4 | 3 × 4 | $3\times4$. | 3 \cdot 4
+\{\emptyset, \{\emptyset\}\} | \{\{ ∅ \}, \varnothing\}
 C | (C) | \text{(C)} | \textbf{(C)}\ 7 | C. 7 | C) 7 | C．7 | \text{Option C} | Option C: \frac12
 """
 DIFFERENT = r"""
@@ -226,6 +241,33 @@ IX | XI | \text{XI} | I \cdot X
 \vec{AB} | \vec{BA} | B A
 \sin 30 | \sin 30^\circ | ½
 I = -e^{-40 t}(2 - \sin 30 t) | I = -e^{-40 t}(2 - \sin 32 t)
+x = 1, y = 2 | \begin{cases} x = 2 \\ y = 1 \end{cases} | \begin{cases} x = 1 \\ y = 3 \end{cases}
+x = 1, y = 2 | (1, 2)
+x = 1, y = 2 | \begin{cases} x = 1 \\ z = 2 \end{cases} | \begin{cases} x = 1 \end{cases}
+x = 1, y = 2 | (x > 1, y = 2)
+\begin{cases} x = 1 \\ y = 2 \end{cases} | 2, 1 | (1, 2) | x = 1 or y = 2 | x = 1
+\left\{ \begin{array}{l} y = 1 \\ x = 2 \end{array} \right. | (1, 2) | x = 1, y = 2
+x + y = 3, x - y = 1 | \begin{cases} x + y = 1 \\ x - y = 3 \end{cases}
+\begin{cases} 1 & x>0 \\ 0 & x<0 \end{cases} | \begin{cases} 1 & x \ge 0 \\ 0 & x<0 \end{cases}
+\begin{cases} 1 & x>0 \\ 0 & x<0 \end{cases} | 1, 0
+\begin{cases} 1 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} 0 & x>0 \\ 1 & x=0 \end{cases}
+(3, -2) | 3\mathbf{i} + 2\mathbf{j} | 3\mathbf{j} - 2\mathbf{i}
+(3, -2) | 3\mathbf{i} - 2\mathbf{j} + \mathbf{k} | 3 - 2i
+(3, -2) | 3\mathbf{i} | 3\mathbf{i} - 2 | \mathbf{i} | 3\mathbf{i} \cdot 2\mathbf{j} | 1
+2i | (2, 0) | (0, 2)
+(1, 2, 3, 4) | \mathbf{i} + 2\mathbf{j} + 3\mathbf{k}
+42 | \text{The answer is not } 42 | \text{The answer is at least } 42 | \text{The answer is } 43
+42 | {\bf 43}
+42 | \text{The answer is half of } 42 | The answer isn't 42 | \text{The answer is } -42 | 4 \\ 2
+6x | \frac{dy}{dx} = 6y | \frac{dx}{dy} = 6x | \frac{dy}{dx} = -6x | 2\frac{dy}{dx} = 6x
+6x | \frac{dy}{dx} > 6x
+\frac{dy}{dx} = 6x | \frac{dy}{dt} = 6x | y = 6x | \frac{dy}{dx} = 6 | \frac{dy}{dx}
+\frac{dx}{dt} = kx - a | kx - a | \frac{dx}{dt} = kx + a
+45 | USD 54 | USD -45 | USD 45 million | a loss of USD 45 | -\pounds 45 | \text{USD 45 or more}
+45 | 54 USD
+3 \times 4 | 4 \times 3 | $4\times3$. | 2 \times 6 | 3 \times 5 | 13
+\emptyset | \{\emptyset\} | \{ \varnothing \} | \{0\} | \{\{\emptyset\}\}
+\{\emptyset\} | \{\emptyset, \emptyset\} | \{0, \emptyset\} | \{\emptyset, \{\emptyset\}\}
 B | (C) | A or B | B or C | (B) or (C) | \text{B or C} | B. 7 or C. 8 | (A) B | B + 7 | BC. 7
 B | not (B) | \textbf{(A)}\ 7 | Option C | (B), (C) | 7 B | A. B | b. 7
 BC | (B) 7 | (BC) 7
@@ -416,6 +458,7 @@ PIECES = r"""
 9^ 500! 9^{2000} \frac{1}{7^{2000}}+ \frac{1}{7^{800}}+\frac{1}{11^{700}}- \sin9^{2000} n+ x=y=
 n^{400}/7^{300}+ (\pm1,\{ 5metres m+ f(x)=x, x<1or |1 1& _\text{ x=( x=\{ =\lim{a ⟦
 ½ x∈ x∪ x<1and 5\text{cats {\over {\rm \\[4pt] \frac{\text{m}}{\text{ \lfloor ]1, 3! ⁻ \sin3°
+\begin{cases} \{\begin{array} \{\emptyset \hat{i}+ 3\times
 """.split()
 NESTED = [("{", 5_000, "}"), ("(", 280, ")"), (r"x=\{", 90, r"\}"), (r"\sqrt{", 80, "}")]
 COSTLY = r"""
