@@ -69,13 +69,11 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
 
     file = Path(source)
     kind = file.suffix.lower()
-    if kind in FILES and not file.is_file():
-        raise InputError(f"{source}: no such file")
     if file.is_file() and kind not in FILES:
         raise InputError(f"{source}: is no {', '.join(FILES)} file; unpack or convert it")
     try:
         if kind in (".jsonl", ".json"):
-            rows = json_rows(file)
+            rows = json_rows(file.read_text("utf-8-sig"))
         else:
             if kind == ".parquet":
                 batches = (batch.to_pydict() for batch in ParquetFile(file).iter_batches(1000))
@@ -90,21 +88,20 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
     yield from track(rows, f"reading {source}")
 
 
-def json_rows(file: Path) -> Iterator[dict]:
-    """Iterate over the rows of a file with a JSON object in each line, or with a list of objects.
+def json_rows(text: str) -> list[dict]:
+    """The rows of a text with a JSON object in each line, or with a list of objects.
 
-    A text stays a text. `datasets` would make a date of "2024-05-01". Raises InputError.
+    A text in a row stays a text. `datasets` would make a date of "2024-05-01". Raises ValueError.
     """
-    text = file.read_text("utf-8-sig")
-    texts = [text] if text.startswith("[") else text.split("\n")
-    for number, text in enumerate(texts, start=1):
-        if text.strip():
-            try:
-                rows = json.loads(text)
-            except json.JSONDecodeError as error:
-                line = number + error.lineno - 1
-                raise InputError(f"{file}: line {line} is not JSON ({error.msg})") from error
-            yield from rows if isinstance(rows, list) else [rows]
+    if text.startswith("["):
+        return json.loads(text)
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is not JSON: {error.msg}") from error
+    return rows
 
 
 def problem_text(value: Any) -> str:

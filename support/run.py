@@ -143,7 +143,6 @@ class RunFolder:
         self.path, self.flags = Path(output).resolve(), flags  # a reward may change the directory
         self.checkpoint = on_rank_0(self.find_checkpoint)
         self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
-        self.id = ""
 
     def find_checkpoint(self) -> Path | None:
         """Return the newest checkpoint of a resumed run."""
@@ -165,7 +164,7 @@ class RunFolder:
         Raises InputError if a resumed run would go on with other problems or another template.
         """
 
-        def write() -> int:
+        def write() -> tuple[int, str]:
             file = self.path / "config.json"
             stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
             changed = {
@@ -174,33 +173,31 @@ class RunFolder:
                 if name not in ("output", "resume") and stored.get(name, value) != value
             }
             if "chat_template" in changed:
-                what = (
-                    f"a checkpoint keeps its template, {stored['chat_template'] or 'the default'}"
-                )
+                what = "the run goes on with its own; leave this flag out"
                 raise InputError(f"--chat_template {self.flags['chat_template']}: {what}")
             began, now = stored.get("data_fingerprint"), more["data_fingerprint"]
             if began and now != began:
                 causes = {"data", "reward", "instruction", "max_prompt_tokens"} & changed.keys()
-                names = ", ".join(f"--{name} {self.flags[name]}" for name in sorted(causes))
-                names = names or f"--data {self.flags['data']}"
+                names = ", ".join(f"--{name} {self.flags[name]}" for name in causes or {"data"})
                 what = f"not the problems that {self.path} began with ({now}, not {began})"
                 raise InputError(f"{names}: {what}")
             changes = stored.get("changes", [])
             if changed:
                 texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
                 log(f"changed after step {self.step}: {', '.join(texts)}")
-                changes = [*changes, {"step": self.step} | changed]
+                changes.append({"step": self.step} | changed)
             for half in self.path.glob("checkpoints/step_*.partial"):
                 shutil.rmtree(half)
-            self.id = stored.get("id") or f"{self.path.name}-{os.urandom(4).hex()}"
-            config = self.flags | more | {"changes": changes, "id": self.id}
+            tracked = stored.get("id") or f"{self.path.name}-{os.urandom(4).hex()}"
+            config = self.flags | more | {"changes": changes, "id": tracked}
             write_whole(file, json.dumps(config, indent=2) + "\n")
             for name in ("metrics.jsonl", "samples.jsonl"):
                 rows = read_lines(self.path / name)
                 write_rows(self.path / name, [row for row in rows if row["step"] <= self.step])
-            return max((line["step"] for line in self.lines() if "eval" in line), default=-1)
+            evaluated = [line["step"] for line in self.lines() if "eval" in line]
+            return max(evaluated, default=-1), tracked
 
-        self.evaluated_step = on_rank_0(write)
+        self.evaluated_step, self.id = on_rank_0(write)
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""
