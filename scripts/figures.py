@@ -4,12 +4,12 @@
     python scripts/figures.py runs/stapo-* runs/justrl-*    # several runs, into figures/
 
 1. Runs whose flags differ in the seed alone become one line: the mean of the runs. A band shows the
-   smallest and the largest run.
+   smallest and the largest run. Data that has moved is the same data.
 2. metrics.jsonl gives training.png, quantiles.png, updates.png and evaluation.png. A .csv file
    beside each picture has its numbers.
-3. The script prints how far a run's score has moved from its first evaluation to its last.
-4. If two lines have runs with the same seeds, it prints the difference of their accuracies, over
-   the steps that all of these runs have.
+3. The script prints how far a run's score has moved from its first evaluation to its last. If two
+   lines have runs with the same seeds, it prints the differences of their accuracies, in training
+   and held out, over the steps that all of these runs have.
 """
 
 import argparse
@@ -58,7 +58,7 @@ FIGURES = {
     },
 }
 INCIDENTAL = set(  # the seed, and what does not change what a run computes, except by rounding
-    "seed output resume versions steps save_every keep_last log_samples threads "
+    "seed output resume versions steps save_every keep_last log_samples threads report_to "
     "eval_every eval_benchmarks eval_limit eval_samples rollout_batch_size "
     "tokens_per_micro_batch gradient_checkpointing".split()
 )
@@ -87,18 +87,36 @@ def read_lines(file: Path) -> list[dict]:
 def read_metrics(run: Path) -> Series:
     """Return the numbers of a run's metrics.jsonl, without nulls. Raises ValueError if none.
 
-    Scores are the metrics "eval/BENCHMARK, N problems". Step 0 is the model before training.
+    Scores are the metrics "held-out accuracy, BENCHMARK (N problems)", from 0 to 1, and "held-out
+    reward, ...". Step 0 is the model before training.
     """
     series: Series = defaultdict(dict)
     for row in read_lines(run / "metrics.jsonl"):
         for name, score in (row.pop("eval", None) or {}).items():
-            row[f"eval/{name}, {score['problems']} problems"] = score["mean"]
+            name += f" ({score['problems']} problems)"
+            row[f"held-out accuracy, {name}"] = score["mean"] / 100
+            row[f"held-out reward, {name}"] = score.get("reward")  # older runs have none
         for key, value in row.items():
             if isinstance(value, int | float):
                 series[key][row["step"]] = value
     if not series:
         raise ValueError(f"{run}/metrics.jsonl holds no step and no evaluation: wait for the first")
     return series
+
+
+def held_out(groups: list[Group]) -> list[str]:
+    """Return the metrics of evaluations, accuracies first.
+
+    A reward of 1 or -1, or of 1 or 0, says what the accuracy says, and is left out.
+    """
+    runs = [run for group in groups for run in group.runs.values()]
+    metrics = []
+    for metric in sorted(name for name in set().union(*runs) if name.startswith("held-out")):
+        accuracy = metric.replace("held-out reward", "held-out accuracy")
+        pairs = [(x, run[accuracy][n]) for run in runs for n, x in run.get(metric, {}).items()]
+        if metric == accuracy or any(min(abs(x - a), abs(x - 2 * a + 1)) > 1e-6 for x, a in pairs):
+            metrics.append(metric)
+    return metrics
 
 
 def group_runs(paths: list[Path]) -> list[Group]:
@@ -108,16 +126,16 @@ def group_runs(paths: list[Path]) -> list[Group]:
     """
     runs_of: dict[str, dict[int, Series]] = defaultdict(dict)  # the flags as JSON -> runs by seed
     for path in paths:
-        try:
-            config = json.loads((path / "config.json").read_text("utf-8"))
-            seed, method = config["seed"], config["method"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no run directory of stapo.py: {error!r}") from error
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        if not {"method", "seed"} <= set(config):
+            raise ValueError(f"{path} is no run directory of stapo.py")
         flags = {key: config[key] for key in sorted(config) if key not in INCIDENTAL}
-        runs = runs_of[json.dumps({"method": method} | flags)]
-        if seed in runs:
-            raise ValueError(f"{path}: another run has its flags and its seed {seed}; give one")
-        runs[seed] = read_metrics(path)
+        if "data_fingerprint" in flags:  # the same problems, wherever they are
+            flags["data"] = flags.pop("data_fingerprint")
+        runs = runs_of[json.dumps(flags)]
+        if config["seed"] in runs:
+            raise ValueError(f"{path}: another run has its flags and its seed; give one of them")
+        runs[config["seed"]] = read_metrics(path)
     all_flags = [json.loads(key) for key in runs_of]
     names = [*METHODS, *(flags["method"] for flags in all_flags)]  # the legend's order
     groups = []
@@ -170,7 +188,7 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
         ax.set(xlabel="step")
         ax.set_title(textwrap.fill(panels[metric], 90 // columns), loc="left", fontsize="medium")
         ax.xaxis.get_major_locator().set_params(integer=True)
-        if metric in ("accuracy", "silenced_fraction"):
+        if "accuracy" in metric or metric == "silenced_fraction":
             ax.yaxis.set_major_formatter(percent)
     handles = [plt.Line2D([], [], label=group.label, **group.line) for group in groups]
     fits = 120 // max(len(group.label) for group in groups) or 1  # labels side by side
@@ -180,9 +198,9 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
 
 
 def mean_and_error(values: list[float], digits: int) -> str:
-    """Write the mean of values in points, with its standard error if there are several."""
+    """Write the mean of values, with its standard error if there are several."""
     error = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
-    return f"{fmean(values):+.{digits}f}{error} points"
+    return f"{fmean(values):+.{digits}f}{error}"
 
 
 def read_rates(file: Path) -> dict[str, dict[int, float]]:
@@ -198,44 +216,62 @@ def changes(run: Path) -> list[str]:
 
     Only problems of both count. The standard error is that of the mean change of a problem.
     """
-    steps = sorted(row["step"] for row in read_lines(run / "metrics.jsonl") if row.get("eval"))
-    if len(steps) < 2:
+    rows = read_lines(run / "metrics.jsonl")
+    evals = {row["step"]: row["eval"] for row in rows if row.get("eval")}
+    if len(evals) < 2:
         return []
-    files = [run / "evaluations" / f"step_{step:06d}.jsonl" for step in (steps[0], steps[-1])]
-    before, after = map(read_rates, files)
+    steps = min(evals), max(evals)
+    before, after = (read_rates(run / "evaluations" / f"step_{n:06d}.jsonl") for n in steps)
     lines = []
     for name in sorted(before.keys() & after.keys()):
         problems = before[name].keys() & after[name].keys()
         moved = [after[name][problem] - before[name][problem] for problem in problems]
-        change = f"{mean_and_error(moved, 2)} ({len(moved)} problems)"
-        lines.append(f"{run}: {name} {change} from step {steps[0]} to step {steps[-1]}")
+        change = f"{mean_and_error(moved, 2)} points ({len(moved)} problems)"
+        rewards = [evals[step][name].get("reward") for step in steps]
+        if None not in rewards:
+            change += f", mean reward {rewards[0]:.3f} to {rewards[1]:.3f},"
+        lines.append(f"{run}: {name} {change} from step {steps[0]} to step {steps[1]}")
     return lines
 
 
-def differences(groups: list[Group]) -> list[str]:
-    """Return a line for each group after the first: its accuracy minus the first group's.
+def differences(groups: list[Group], metrics: list[str]) -> list[str]:
+    """Return lines for each group after the first: its accuracies minus the first group's.
 
     The standard error is that of the mean of the seeds' differences: two runs of a seed train on
-    the same problems. The steps are those that all of these runs have.
+    the same problems.
     """
     first, *others = groups
     lines = []
     for group in others:
-        gaps = {}
-        for seed in sorted(first.runs.keys() & group.runs.keys()):
-            one, other = (runs[seed].get("accuracy", {}) for runs in (first.runs, group.runs))
-            if common := one.keys() & other.keys():
-                gaps[seed] = {step: 100 * (other[step] - one[step]) for step in common}
-        steps = sorted(set.intersection(*map(set, gaps.values()))) if gaps else []
-        if not steps:
-            continue
-        texts = []
-        for span in [steps, steps[-10:]] if len(steps) > 10 else [steps]:
-            points = [fmean(gap[step] for step in span) for gap in gaps.values()]
-            texts.append(f"{mean_and_error(points, 1)} over steps {span[0]} to {span[-1]}")
-        name = f"{group.label} minus {first.label}, seeds {', '.join(map(str, gaps))}"
-        lines.append(f"{name}: accuracy {', '.join(texts)}")
+        name = f"{group.label} minus {first.label}"
+        if seeds := sorted(first.runs.keys() & group.runs.keys()):
+            name += f", seeds {', '.join(map(str, seeds))}"
+            pairs = [(first.runs[seed], group.runs[seed]) for seed in seeds]
+            lines += [f"{name}: {metric} {difference(metric, pairs)}" for metric in metrics]
+        else:
+            ours, theirs = (", ".join(map(str, sorted(g.runs))) for g in (group, first))
+            lines.append(f"{name}: not compared, no seed is in both ({ours} and {theirs})")
     return lines
+
+
+def difference(metric: str, pairs: list[tuple[Series, Series]]) -> str:
+    """Say how far the second runs of pairs are above the first, over the steps that all have.
+
+    The last ten steps, or the last evaluation, are told apart. Step 0 is before training.
+    """
+    steps = set.intersection(*(set(run.get(metric, {})) for pair in pairs for run in pair))
+    steps = sorted(steps - {0})
+    if not steps:
+        return "not compared, the runs have no step in common"
+    factor, digits, unit = (100, 1, " points") if "accuracy" in metric else (1, 3, "")
+    last = steps[-10:] if metric == "accuracy" else steps[-1:]
+    texts = []
+    for span in [steps, last] if last != steps else [steps]:
+        means = [[fmean(run[metric][step] for step in span) for run in pair] for pair in pairs]
+        gaps = [factor * (other - one) for one, other in means]
+        where = f"over steps {span[0]} to {span[-1]}" if len(span) > 1 else f"at step {span[0]}"
+        texts.append(f"{mean_and_error(gaps, digits)}{unit} {where}")
+    return ", ".join(texts)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -247,13 +283,12 @@ def main(argv: list[str] | None = None) -> None:
     try:
         groups = group_runs(args.runs)
         out.mkdir(parents=True, exist_ok=True)
-        names = sorted({key for group in groups for run in group.runs.values() for key in run})
-        scores = {n: f"{n[5:]}: mean accuracy (%)" for n in names if n.startswith("eval/")}
-        for stem, panels in (FIGURES | {"evaluation": scores}).items():
+        scores = held_out(groups)
+        for stem, panels in (FIGURES | {"evaluation": dict(zip(scores, scores))}).items():
             draw_curves(stem, panels, groups, out)
-        for line in [line for run in args.runs for line in changes(run)] + differences(groups):
-            print(line)
-        print(f"figures in {out}")
+        lines = [line for run in args.runs for line in changes(run)]
+        lines += differences(groups, ["accuracy", *scores])
+        print(*lines, f"figures in {out}", sep="\n")
     except (OSError, ValueError) as error:
         sys.exit(f"figures.py: {error}")
 

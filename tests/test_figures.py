@@ -19,6 +19,10 @@ def metrics(step: int, accuracy: float, **more) -> dict:
     return row | quantiles | more
 
 
+def evaluated(step: int, mean: float, problems: int = 40, **more) -> dict:
+    return {"step": step, "eval": {"sums": {"mean": mean, "problems": problems} | more}}
+
+
 def write_run(path: Path, rows: list[dict], **flags) -> Path:
     path.mkdir()
     config = {"method": "stapo", "seed": 0, "tau_p": 0.002, "q": 0.75, "output": str(path)}
@@ -79,8 +83,8 @@ def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
     output = capsys.readouterr()
     assert output.err == "" and f"figures in {run}/figures" in output.out
     scores = [(row["metric"], row["step"]) for row in read_csv(run / "figures" / "evaluation.csv")]
-    other = (f"eval/{name}, 8 problems", "2")  # of other problems: another curve
-    assert scores == [(f"eval/{name}, 30 problems", step) for step in "02"] + [other]
+    other = (f"held-out accuracy, {name} (8 problems)", "2")  # of other problems: another curve
+    assert scores == [(f"held-out accuracy, {name} (30 problems)", step) for step in "02"] + [other]
     quantiles = read_csv(run / "figures" / "quantiles.csv")
     assert [row["mean"] for row in quantiles if row["metric"] == "tau_h"] == ["1.25"]
     assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1", "2"}
@@ -92,8 +96,7 @@ def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
 
 def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undrawn, capsys):
     """Problems 0, 1 and 2 move by +100, +50 and 0 points: 50 ± 50 / sqrt 3."""
-    score = {"mean": 50.0, "problems": 3}
-    evals = [{"step": n, "eval": {"sums": score}} for n in (0, 1, 2)]
+    evals = [evaluated(step, 50.0, problems=3, reward=0.25 + step / 10) for step in (0, 1, 2)]
     run = write_run(tmp_path / "run", [evals[0], metrics(1, 0.4), *evals[1:]])
     (run / "evaluations").mkdir()
     for step, right in ((0, "00 10 01"), (1, "11 11 11"), (2, "11 11 10 11")):
@@ -105,8 +108,8 @@ def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undraw
         ]
         append_rows(run / "evaluations" / f"step_{step:06d}.jsonl", answers)
     figures.main([str(run)])
-    words = f"{run}: sums +50.00 ± 28.87 points (3 problems) from step 0 to step 2"
-    assert capsys.readouterr().out.splitlines()[0] == words
+    words = f"{run}: sums +50.00 ± 28.87 points (3 problems), mean reward 0.250 to 0.450, "
+    assert capsys.readouterr().out.splitlines()[0] == words + "from step 0 to step 2"
 
 
 def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
@@ -124,4 +127,61 @@ def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
     figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
     said = "JustRL, lr 2e-06 (2 runs) minus STAPO, lr 1e-06 (3 runs), seeds 0, 1: accuracy "
     said += "-15.0 ± 5.0 points over steps 1 to 12, -16.0 ± 4.0 points over steps 3 to 12"
+    assert capsys.readouterr().out.splitlines()[0] == said
+
+
+def test_held_out_scores_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
+    """JustRL is 4 and 2 points behind at step 2, and 9 and 5 at step 4. At step 0 all are equal.
+
+    The reward is graded. JustRL alone has 9 other problems, and one more evaluation of a seed.
+    """
+    for seed, gaps in enumerate(([0, 4, 9], [0, 2, 5])):
+        rows = [metrics(1, 0.5)]
+        rows += [evaluated(step, 50.0, reward=0.5 + step / 10) for step in (0, 2, 4)]
+        write_run(tmp_path / f"stapo-{seed}", rows, seed=seed)
+        rows = [metrics(1, 0.4), evaluated(4, 50.0, problems=9)]
+        rows += [evaluated(2 * i, 50.0 - x, reward=0.5 - x / 100) for i, x in enumerate(gaps)]
+        rows += [evaluated(6, 99.0, reward=0.99)] * seed
+        write_run(tmp_path / f"justrl-{seed}", rows, seed=seed, method="justrl")
+    figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
+    name = "JustRL (2 runs) minus STAPO (2 runs), seeds 0, 1: "
+    said = [line.removeprefix(name) for line in capsys.readouterr().out.splitlines()]
+    forty = "sums (40 problems)"
+    assert said[:-1] == [
+        "accuracy -10.0 ± 0.0 points at step 1",
+        f"held-out accuracy, {forty} -5.0 ± 1.5 points over steps 2 to 4, -7.0 ± 2.0 points "
+        "at step 4",
+        "held-out accuracy, sums (9 problems) not compared, the runs have no step in common",
+        f"held-out reward, {forty} -0.350 ± 0.015 over steps 2 to 4, -0.470 ± 0.020 at step 4",
+    ]
+    rows = read_csv(tmp_path / "out" / "evaluation.csv")
+    drawn = [row["step"] for row in rows if row["metric"] == f"held-out reward, {forty}"]
+    assert drawn == [*"024", *"0246"]
+
+
+def test_a_reward_that_says_what_the_accuracy_says_is_left_out(tmp_path, undrawn):
+    """1 and -1 in one run, 1 and 0 in another; without a reward, as in older runs, too."""
+    rows = [evaluated(0, 20.0, reward=-0.6), evaluated(1, 30.0, reward=-0.4), evaluated(2, 30.0)]
+    one = write_run(tmp_path / "one", [metrics(1, 0.4), *rows])
+    other = write_run(tmp_path / "other", [evaluated(0, 30.0, reward=0.3)], seed=1)
+    figures.main([str(one), str(other), "--output", str(tmp_path)])
+    drawn = {row["metric"] for row in read_csv(tmp_path / "evaluation.csv")}
+    assert drawn == {"held-out accuracy, sums (40 problems)"}
+
+
+def test_data_that_has_moved_is_the_same_data(tmp_path, undrawn, capsys):
+    """Seeds 0 and 1 have it at two places. A file of that name with other rows is other data.
+
+    Seeds that no two lines share are told.
+    """
+    places = ["a.jsonl", "/moved/a.jsonl", "a.jsonl"]
+    runs = []
+    for seed, (data, mark) in enumerate(zip(places, "xxy")):
+        known = {"data": data, "data_fingerprint": f"8 problems, {mark}"}
+        run = write_run(tmp_path / str(seed), [metrics(1, 0.5)], seed=seed, **known)
+        runs.append(str(run))
+    figures.main([*runs, "--output", str(tmp_path)])
+    both, other = "STAPO, data 8 problems, x (2 runs)", "STAPO, data 8 problems, y"
+    assert {row["group"] for row in read_csv(tmp_path / "training.csv")} == {both, other}
+    said = f"{other} minus {both}: not compared, no seed is in both (2 and 0, 1)"
     assert capsys.readouterr().out.splitlines()[0] == said
