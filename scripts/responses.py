@@ -29,10 +29,7 @@ body {{
 h1, h2 {{ font-size: 1.1rem; font-weight: 600; }}
 h1, h2, p, dd {{ margin: 0; }}
 .rule {{ white-space: pre-wrap; margin-top: 1rem; }}
-dl {{
-  display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 1.5rem 0;
-  align-items: baseline;
-}}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 1.5rem 0; }}
 article {{ border-top: 1px solid #e6e2db; padding: 1.4rem 0 1.6rem; line-height: 2; }}
 .soft, dd {{ color: #6b6862; }}
 .facts {{ font-size: .875rem; }}
@@ -60,8 +57,7 @@ article .tokens > :hover::after, article .tokens > :focus::after {{
 @media (max-width: 56rem) {{ /* no room beside the text: the panel is at the bottom */
   body {{ padding: 1.5rem 1rem 20rem; }}
   .hint, article .tokens > :hover::after, article .tokens > :focus::after {{
-    top: auto; bottom: 0; left: 0; right: 0; width: auto; min-height: 0;
-  }}
+    inset: auto 0 0; width: auto; min-height: 0; }}
 }}
 </style>
 <h1>{title}</h1>
@@ -133,10 +129,7 @@ def article(response: dict, tau_p: float) -> str:
 
 
 def page(name: str, rule: str, responses: list[dict], tau_p: float) -> str:
-    """Return the page. `name` is in its title, `rule` has paragraphs on what is silenced.
-
-    `responses` come from `describe` in tokens.py.
-    """
+    """Return the page. `rule` says what is silenced, `responses` come from tokens.describe."""
     articles = "\n".join(article(response, tau_p) for response in responses)
     title = f"{name}: right answers, token by token"
     return PAGE.format(title=html.escape(title), rule=html.escape(rule), articles=articles)

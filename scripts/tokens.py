@@ -10,10 +10,11 @@ sampling check, a response, the share of silenced tokens, and the most frequent 
 writes quadrants.md, gradients.png and responses.html into --output.
 
 RUN gives its flags. Flags on the command line replace the flags of RUN. All flags of stapo.py are
-accepted. Those that are only about training change nothing, and --help does not show them.
+accepted. Those that are only about training change nothing. The default of --output is RUN/figures,
+or runs/tokens-<model>.
 """
 
-import argparse
+import functools
 import re
 import sys
 from collections import Counter
@@ -25,6 +26,7 @@ import responses
 import torch
 from figures import percent
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
@@ -34,27 +36,12 @@ from support.errors import InputError
 from support.flags import Parser, flags_of_run
 
 SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
-USED = (  # the flags of stapo.py that --help shows
-    "model data instruction chat_template reward output tau_p q quantile_over batch_size "
-    "mini_batch_size group_size max_prompt_tokens max_new_tokens seed rollout_batch_size "
-    "tokens_per_micro_batch threads".split()
-)
-
-
-class UsedFlags(Parser):
-    """A parser that accepts all flags of stapo.py. Its --help shows those in USED."""
-
-    def add_argument(self, *names: str, **options) -> argparse.Action:
-        if names[0].startswith("--") and names[0][2:] not in USED:
-            options["help"] = argparse.SUPPRESS
-        if names[0] == "--output":
-            options["help"] = "folder of the files; empty: RUN/figures, or runs/tokens-<model>"
-        return super().add_argument(*names, **options)
+BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-level BPE's pieces
 
 
 def parse(argv: list[str] | None) -> stapo.Config:
     """Read the command line. Flags that it does not give come from RUN. Raises InputError."""
-    parser = UsedFlags(stapo.Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
+    parser = Parser(stapo.Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run, or a checkpoint of a run")
     given, path = parser.given(argv), parser.parse_args(argv).run
     held, output = {}, ""
@@ -135,6 +122,19 @@ def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[
     }
 
 
+@functools.cache
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token as text, with its blanks. A part of a character has bytes: \\xe6, <0xE6>."""
+    # SentencePiece's decoder drops a blank at the beginning: take the second of two tokens.
+    text = to_text(tokenizer, [token, token])[len(to_text(tokenizer, [token])) :]
+    if "\ufffd" not in text:
+        return text
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if not set(piece) <= BYTES.keys():  # the sign itself
+        return text
+    return bytes(BYTES[sign] for sign in piece).decode("utf-8", "backslashreplace")
+
+
 def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
     """Say in words which tokens are silenced, how sure the model was there, and what they are."""
     low, high = t["threshold"].min(), t["threshold"].max()
@@ -147,7 +147,7 @@ def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
     kept = t["low_p"] & ~t["silenced"]
     for name, tokens in (("silenced tokens", t["silenced"]), ("candidates that are kept", kept)):
         ids = t["id"][tokens].tolist()
-        words = Counter(responses.visible(to_text(tokenizer, [i]), "␣") for i in ids)
+        words = Counter(responses.visible(token_text(tokenizer, i), "␣") for i in ids)
         counts = [f"{word}\u00a0({count})" for word, count in words.most_common(20)]
         text += f"\n\nMost frequent {name} (with their counts):   {'   '.join(counts) or 'none'}"
     return text
@@ -155,8 +155,8 @@ def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
 
 def quadrants(t: dict[str, Tensor], all_tokens: int) -> str:
     """Return the taxonomy of Sec. 3.2 as a Markdown table."""
-    rows = [["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]]
-    rows.append(["---"] * 5)
+    titles = ["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]
+    rows = [titles, ["---"] * 5]
     for p, h in (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high")):
         here = (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))  # (N,)
         name = f"{p} p, {h} H" + (" (silenced)" if p == h == "low" else "")
@@ -193,8 +193,8 @@ def describe(t: dict[str, Tensor], row: int, sample: dict, task: stapo.Task) -> 
     start = max(0, min(marked[0] - WINDOW // 2, len(places) - WINDOW)) if marked else 0
     shown = {name: values[places[start : start + WINDOW]].tolist() for name, values in t.items()}
     words = zip(shown["likeliest_id"], shown["likeliest_p"])
-    shown["token"] = [to_text(task.tokenizer, [i]) for i in shown["id"]]
-    shown["likeliest"] = [[(to_text(task.tokenizer, [i]), p) for i, p in zip(*x)] for x in words]
+    shown["token"] = [token_text(task.tokenizer, i) for i in shown["id"]]
+    shown["likeliest"] = [[(token_text(task.tokenizer, i), p) for i, p in zip(*x)] for x in words]
     return shown | sample | {"start": start, "length": len(places), "marked": len(marked)}
 
 
@@ -207,8 +207,7 @@ def run(cfg: stapo.Config) -> None:
     step = int(trained[1]) + 1 if trained else 1  # its prompts come next
     batch, samples = stapo.collect(policy, None, task, step, cfg)
     metrics = stapo.rollout_metrics(batch, cfg.tau_p) | stapo.entropy_metrics(batch)
-    known = {name: value for name, value in metrics.items() if value is not None}
-    words = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+    words = ", ".join(f"{name} {x:.4g}" for name, x in metrics.items() if x is not None)
     progress.say(f"the batch of step {step}: {words}")
     progress.check_sampler(metrics | {"step": step})
     progress.say(progress.response_in_words(samples[0], step))
@@ -217,17 +216,18 @@ def run(cfg: stapo.Config) -> None:
     t = right_tokens(policy, batch, cfg)
     count, all_tokens = int(t["silenced"].sum()), int(batch.mask.sum())
     share = percent(count / all_tokens)
-    progress.say(f"STAPO silences {count:,} of {all_tokens:,} tokens, {share}")
     each = t["low_p"].sum() * cfg.mini_batch_size / cfg.batch_size
+    progress.say(f"STAPO silences {count:,} of {all_tokens:,} tokens, {share}")
     progress.say(f"candidates in a mini-batch: {each:.1f}")
-    table = f"### {cfg.model}\n\n{quadrants(t, all_tokens)}\n{rule(t, cfg, task.tokenizer)}\n"
+    what = rule(t, cfg, task.tokenizer)
+    table = f"### {cfg.model}\n\n{quadrants(t, all_tokens)}\n{what}\n"
     (out / "quadrants.md").write_text(table, "utf-8")
     draw_gradients(t, cfg, out / "gradients.png")
     marked = set(t["row"][t["silenced"]].tolist())
     rows = sorted(t["row"].unique().tolist(), key=lambda row: row % cfg.group_size)  # many problems
     shown = sorted(rows, key=lambda row: row not in marked)[:SHOWN]
     described = [describe(t, row, samples[row], task) for row in shown]
-    page = responses.page(cfg.model, rule(t, cfg, task.tokenizer), described, cfg.tau_p)
+    page = responses.page(cfg.model, what, described, cfg.tau_p)
     (out / "responses.html").write_text(page, "utf-8")
     progress.say(f"\n{table}\nfigures in {out}")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, TINY, Page, check_png, run
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import stapo
 
@@ -181,3 +183,55 @@ def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected):
         names = "gradients.png quadrants.md responses.html".split()
         assert sorted(path.name for path in out.iterdir()) == names
     assert tokens.parse(["--model", "a/b"]).output == "runs/tokens-a-b"
+
+
+def of_pieces(pieces: list[str], decoder, **options) -> PreTrainedTokenizerFast:
+    """A tokenizer with exactly these pieces."""
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], **options))
+    inner.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+# piece -> its text
+BLANKS = {
+    "9": "9",
+    "▁9": " 9",
+    "▁": " ",
+    "▁▁": "  ",
+    "▁.": " .",
+    "é": "é",
+    "▁a▁b": " a b",
+    "�": "�",
+}
+BYTE_PIECES = {"<0xE6>": "<0xE6>", "<0x80>": "<0x80>", "<0xFF>": "<0xFF>", "<0x0A>": "\n"}
+BYTE_LEVEL = {"9": "9", "Ġ9": " 9", "Ġ": " ", "ĠĠ": "  ", "Ċ": "\n", "Ã©": "é", "æī": "\\xe6\\x89"}
+BYTE_LEVEL |= {"Ģ": "\\x80", "ĠæīĢ": " 所", "Ġæ": " \\xe6", "Ã": "\\xc3", "©Ã": "\\xa9\\xc3"}
+STYLES = {
+    "llama": (
+        BLANKS | BYTE_PIECES,
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+    ),
+    "metaspace": (BLANKS, decoders.Metaspace()),
+    "byte-level": (BYTE_LEVEL, decoders.ByteLevel()),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_token_has_its_blanks_and_its_bytes(style):
+    """SentencePiece in two forms (Llama 2 and Mistral; Unigram models), and GPT-2's and Qwen's.
+
+    Two tokens share no count, and a special token keeps its name.
+    """
+    texts, decoder = STYLES[style]
+    tokenizer = of_pieces([*texts], decoder)
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    shown = [tokens.token_text(tokenizer, i) for i in range(len(texts) + 2)]
+    assert shown == [*texts.values(), "<|im_end|>", ""]  # the last one is above the vocabulary
