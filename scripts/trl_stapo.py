@@ -5,44 +5,36 @@
 GRPOTrainer samples and rewards the responses, cuts them into micro-batches and steps the optimiser.
 STAPOTrainer changes the loss. A mini-batch is all responses of one optimiser step. Before the step,
 a pass without gradient over the mini-batch decides which tokens are silenced. All micro-batches and
-all ranks share one tau_h and one denominator. docs/using-the-loss.md has complete commands. A
-script of your own can paste the section "the trainer", beside stapo.py or a copy of the loss.
+all ranks share one tau_h and one denominator. docs/using-the-loss.md has complete commands, and a
+script of your own that imports STAPOTrainer.
 
-Tested with TRL 1.16, on CPUs. The trainer uses private names of TRL. TRL has no public way to:
-
-    _prepare_inputs, _buffered_inputs, _step   see a mini-batch before its first micro-batch
-    _generate_and_score_completions            change the advantages of a rollout
-    _get_per_token_logps_and_entropies         compute p and H of a micro-batch
-    _metrics                                   log numbers
+Tested with TRL 1.16, on CPUs. The trainer overrides and calls private names of TRL: TRL has no
+public way to see a mini-batch before its first micro-batch, or to change advantages.
 """
-# ruff: noqa: E402 - each section lists its own imports
 
 import sys
 from dataclasses import fields, make_dataclass
-from importlib.util import find_spec
 from pathlib import Path
-
-if __name__ == "__main__" and not find_spec("trl"):
-    sys.exit("trl_stapo.py: needs TRL: pip install 'trl==1.16.*'")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-# ==================================================================================== the trainer
 
 import torch
 from accelerate.utils import gather_object
-from trl import GRPOConfig, GRPOTrainer
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from trl.trainer.utils import add_fused_lm_head
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import stapo
+from rollout import stop_ids, to_text
 from stapo import clipped_loss, ratio_sums, spurious_mask
 
 
 class STAPOTrainer(GRPOTrainer):
     """GRPOTrainer with STAPO's loss. It raises ValueError for options that STAPO has no place for.
 
-    model, reward_funcs, args and all other arguments are GRPOTrainer's; tau_p and q are S2T's.
-    The loss and its gradient do not depend on the number of micro-batches and ranks. Responses also
-    end at the chat template's end of turn. Dropout layers are switched off, and logits are a
-    float32 product: noise and rounding would change which tokens have p < tau_p.
+    tau_p and q are S2T's, all other arguments are GRPOTrainer's. The loss and its gradient do not
+    depend on the number of micro-batches and ranks. Responses also end at the chat template's end
+    of turn. Dropout layers are switched off, and logits are a float32 product: noise and rounding
+    would change which tokens have p < tau_p.
     """
 
     def __init__(self, model, reward_funcs=None, args=None, *, tau_p=0.002, q=0.75, **options):
@@ -50,6 +42,8 @@ class STAPOTrainer(GRPOTrainer):
         check(args, options)
         args.disable_dropout = True
         super().__init__(model, reward_funcs, args, **options)
+        if self.aux_loss_enabled:  # a mixture of experts; TRL's default is the model's coefficient
+            raise ValueError(f"router_aux_loss_coef={self.router_aux_loss_coef}: STAPO needs 0.0")
         trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
         if trained != {torch.float32}:  # TRL makes LoRA's bfloat16 for a model in 4 or 8 bits
             raise ValueError(f"dtype: trained weights must be float32, and some are {trained}")
@@ -59,7 +53,7 @@ class STAPOTrainer(GRPOTrainer):
         self.tau_p, self.q = tau_p, q
         # TRL itself stops at the model's and the tokenizer's ids. The chat template of a base model
         # can end a turn with another id. A saved model lists all of them, for other programs.
-        stops = sorted({*self.eos_token_ids, *end_of_turn(self.processing_class)})
+        stops = sorted({*self.eos_token_ids, *stop_ids(inner, self.processing_class)})
         self.eos_token_ids = inner.generation_config.eos_token_id = stops
         if self.use_vllm:
             self.vllm_generation.generation_kwargs["stop_token_ids"] = stops
@@ -161,6 +155,7 @@ DEFAULTS = {
     "warmup_steps": 20,  # optimiser steps: 5 rollouts with four mini-batches each (paper: 10)
     "weight_decay": 0.1,
     "logging_steps": 1,
+    "router_aux_loss_coef": 0.0,  # None: a mixture of experts has its own
 }
 
 # Options that would change the objective or the sampler, and the value that each must keep.
@@ -197,24 +192,6 @@ def check(config: GRPOConfig, options: dict) -> None:
         raise ValueError("gradient_accumulation_steps: must divide steps_per_generation")
 
 
-def end_of_turn(tokenizer) -> list[int]:
-    """Return the id that ends a turn in the chat template, as a list of one or of none."""
-    if not tokenizer.chat_template:
-        return []
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<!>"}]
-    _, answer, rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("<!>")
-    ids = tokenizer(rest, add_special_tokens=False).input_ids[:1]
-    return ids if answer and ids and ids[0] in tokenizer.added_tokens_decoder else []
-
-
-# ==================================================================================== the program
-
-from datasets import Dataset
-from trl import ModelConfig, TrlParser, get_peft_config
-
-import stapo
-from rollout import to_text
-
 # The flags that TRL does not have are those of stapo.py.
 OWN = "data instruction reward max_prompt_tokens tau_p q".split()
 Flags = make_dataclass("Own", [(f.name, f.type, f) for f in fields(stapo.Config) if f.name in OWN])
@@ -243,23 +220,18 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
     how = {"revision": model.model_revision, "dtype": model.dtype}
     how |= {"attn_implementation": model.attn_implementation}
     config.model_init_kwargs = how | (config.model_init_kwargs or {})
-    return STAPOTrainer(
-        model.model_name_or_path,
-        grade,
-        config,
-        tau_p=flags.tau_p,
-        q=flags.q,
-        train_dataset=Dataset.from_list(dataset),
-        processing_class=task.tokenizer,
-        peft_config=get_peft_config(model),
-    )
+    options = {"tau_p": flags.tau_p, "q": flags.q, "peft_config": get_peft_config(model)}
+    options |= {"train_dataset": Dataset.from_list(dataset), "processing_class": task.tokenizer}
+    return STAPOTrainer(model.model_name_or_path, grade, config, **options)
 
 
 def main(argv: list[str] | None = None) -> None:
     try:
         trainer = make_trainer(argv)
     except ValueError as error:
-        sys.exit(f"trl_stapo.py: {error}".replace("--max_new_tokens", "--max_completion_length"))
+        # stapo.py's messages begin "--max_new_tokens 80: ". TRL's parser has '--max_new_tokens'.
+        error = str(error).replace("--max_new_tokens ", "--max_completion_length ")
+        sys.exit(f"trl_stapo.py: {error}")
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
 

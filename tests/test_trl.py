@@ -14,17 +14,12 @@ import torch
 from helpers import ROOT, TINY, example, make_random_model
 from ranks import launch
 from reference import method_loss, plain_head
-from transformers import TrainerCallback
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from rollout import Response, encode_prompt, load_model, load_tokenizer
 
 trl_stapo = pytest.importorskip("trl_stapo", reason="trl is not installed")
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
-
-# The trainer as in a script of the reader's own: pasted, beside a copy of the loss.
-SECTION = (ROOT / "scripts" / "trl_stapo.py").read_text()
-SECTION = SECTION.split("= the trainer\n")[1].split("\n# =====")[0]
-exec(SECTION, PASTED := {})
 
 # Sampled at a time. In a group of two only one has A > 0: the first tokens of two right responses
 # to a prompt would have one entropy, and rounding would decide about a threshold between them.
@@ -87,7 +82,7 @@ def make_trainer(
         "logging_steps": 1,
         "use_vllm": True,
     }
-    return PASTED["STAPOTrainer"](
+    return trl_stapo.STAPOTrainer(
         model or load_model(str(TINY)),
         reward,
         trl_stapo.GRPOConfig(**small | options),
@@ -140,11 +135,6 @@ class Check(TrainerCallback):
         for ours, theirs in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(ours.grad, theirs, rtol=1e-3, atol=1e-5)
         self.true.append(true)
-
-
-def test_the_section_needs_nothing_else_of_the_project():
-    imported = re.findall(r"^(?:from|import) (\w+)", SECTION, re.MULTILINE)
-    assert set(imported) == {"torch", "trl", "accelerate", "stapo"}
 
 
 # ------------------------------------------------------------------------------------------- ranks
@@ -221,6 +211,50 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
             trl_stapo.check(options, {})
 
 
+def test_a_routers_loss_is_refused_by_name(tmp_path):
+    """TRL's default is the model's own coefficient. With 0, the page's first check holds."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 320, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3MoeConfig(**sizes, head_dim=16, num_experts_per_tok=2, router_aux_loss_coef=0.5)
+    for coefficient in (None, 0.25):
+        model = Qwen3MoeForCausalLM(config)
+        said = f"^router_aux_loss_coef={coefficient or 0.5}: STAPO needs 0.0$"
+        with pytest.raises(ValueError, match=said):
+            make_trainer(tmp_path, model=model, router_aux_loss_coef=coefficient)
+    trainer = make_trainer(
+        tmp_path, 2, 1, model=model, num_iterations=2, router_aux_loss_coef=0.0, loss_type="dapo"
+    )
+    trainer.tau_p, seen, ours = 0.0, [], trainer.compute_loss
+
+    def compare(model, inputs, **_):
+        theirs = trl_stapo.GRPOTrainer.compute_loss(trainer, model, inputs)
+        seen.append((ours(model, inputs).item(), theirs.item()))
+        return theirs
+
+    trainer.compute_loss = compare
+    trainer.train()
+    assert len(seen) == 8 and max(abs(loss) for loss, _ in seen) > 0.01
+    for loss, theirs in seen:
+        assert loss == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flag, named",
+    [
+        ("--max_completion_length 0", "--max_completion_length 0: must be at least 1"),
+        ("--max_completion_length 9000", "--max_completion_length 9000: the longest prompt"),
+        ("--max_new_tokens 80", "'--max_new_tokens'"),  # TRL has no such flag
+    ],
+)
+def test_a_message_names_the_flag_that_was_given(tmp_path, flag, named):
+    command = f"--model_name_or_path {TINY} --data {TINY}/train.jsonl --use_cpu {flag}"
+    with pytest.raises(SystemExit) as error:
+        trl_stapo.main([*command.split(), "--output_dir", str(tmp_path)])
+    assert named in str(error.value)
+    assert ("--max_new_tokens" in str(error.value)) == ("--max_new_tokens" in flag)
+
+
 # --------------------------------------------------------------------------------------- commands
 
 
@@ -252,7 +286,7 @@ CHAT = """{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
 
 
-@pytest.mark.parametrize("command", page(), ids=["eight", "vllm", "alone", "two"])
+@pytest.mark.parametrize("command", page(), ids=["eight", "alone", "two"])
 def test_a_command_of_the_page_has_the_prompts_and_stops_of_stapo(tmp_path, command):
     """A base model's config does not name the end of a turn. It ends a response all the same."""
     shutil.copytree(TINY, tmp_path / "model")
