@@ -10,7 +10,7 @@ from typing import NamedTuple
 import runs
 
 import stapo
-from support.flags import parse_flags
+from support.run import parse_flags
 from support.head import HEAD_CHUNK
 
 

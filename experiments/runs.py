@@ -31,7 +31,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
 sys.path.insert(0, str(ROOT))
-from support.versions import installed  # noqa: E402
+from support import installed  # noqa: E402
 
 METHODS = {  # the names in the tables
     "STAPO": "stapo",

@@ -31,9 +31,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
 from rollout import Policy, Tokenizer, load_policy, to_text
-from support import distributed, progress
-from support.errors import InputError
-from support.flags import Parser, flags_of_run
+from support import InputError, progress, ranks
+from support.models import gathered
+from support.run import Parser, flags_of_run
 
 SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
 BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-level BPE's pieces
@@ -97,7 +97,7 @@ def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[
     tau_h = torch.cat([choice.tau_h.expand(len(choice.keep), 1) for choice in choices])  # (B, 1)
     right = batch.mask & (batch.advantages > 0)[:, None]  # (B, L)
     words = []
-    with distributed.gathered(policy) as model:
+    with gathered(policy) as model:
         for row in progress.track(right.any(1).nonzero().flatten().tolist(), "gradients"):
             ids = batch.ids[row, : batch.lengths[row]]
             words.append(next_words(model, ids, int(right[row].sum())))
@@ -233,8 +233,8 @@ def run(cfg: stapo.Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with distributed.session("tokens.py"):
-        if distributed.world_size() > 1:
+    with ranks.session("tokens.py"):
+        if ranks.world_size() > 1:
             raise InputError("works in one process: start it without torchrun")
         progress.quiet_libraries()
         cfg = parse(argv)
