@@ -2,7 +2,7 @@
 
     python stapo.py @tests/tiny/args                             # two minutes, one CPU thread
     python stapo.py --model Qwen/Qwen3-1.7B-Base                 # one night, one GPU of 80 GB
-    torchrun --nproc-per-node 8 --shutdown-timeout 600 stapo.py @recipes/paper-1.7b    # eight GPUs
+    torchrun --nproc-per-node 8 --shutdown-timeout 3600 stapo.py @recipes/paper-1.7b    # eight GPUs
 
 Algorithm 1 of the paper, and the function that does each of its lines:
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import runs
 
 import stapo
-from support.run import parse_flags
 from support.head import HEAD_CHUNK
+from support.run import parse_flags
 
 
 class Shape(NamedTuple):
@@ -110,6 +110,7 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
         "GB of a GPU": f"{memory / 1e9:.0f} of {gb}",
         "rows": f"{rows}",
         "GB of disk": f"{kept} x {saved:.1f} + {downloads:.1f} = {kept * saved + downloads:.0f}",
+        "seconds a step": f"{step[0]:,.0f} to {step[1]:,.0f}",
         "hours": f"{cfg.steps:,} steps: {hours[0]:,.1f} to {hours[1]:,.1f}",
     }
 
