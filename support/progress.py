@@ -26,10 +26,9 @@ def bar(total: int | None, name: str | None) -> tqdm:
     return tqdm(total=total, desc=name, leave=False, disable=silent)
 
 
-def track(items: Iterable, name: str, total: int | None = None) -> Iterator:
-    """Iterate over the items with a bar; total: their number, if they are no list."""
-    total = len(items) if isinstance(items, list) else total
-    with contextlib.closing(bar(total, name)) as shown:
+def track(items: Iterable, name: str) -> Iterator:
+    """Iterate over the items with a bar."""
+    with contextlib.closing(bar(len(items) if isinstance(items, list) else None, name)) as shown:
         for item in items:
             yield item
             shown.update()
