@@ -5,12 +5,14 @@
 
 Each batch is sampled from the same model, pi_old. The model takes one plain gradient step up the
 objective over one set of the batch's tokens, every response token is measured, and the weights are
-restored.
+restored. A seed is the number of a batch.
 """
+
+from collections.abc import Sequence
 
 import runs
 import torch
-from runs import Lines
+from runs import Lines, Part
 from torch import Tensor
 
 import stapo
@@ -66,7 +68,7 @@ def one_step(policy: Policy, batch: stapo.Batch, chosen: Tensor) -> dict[str, fl
     return dict(zip(COLUMNS, map(float, numbers)))
 
 
-def measure(model: str, batches: int) -> Lines:
+def measure(model: str, batches: Sequence[int]) -> Lines:
     """A line for each set and batch."""
     flags = [f"@{runs.TINY}/args", "--model", model, "--data", f"{runs.TINY}/train.jsonl"]
     cfg = parse_flags(stapo.Config, "", flags)
@@ -75,7 +77,7 @@ def measure(model: str, batches: int) -> Lines:
     policy, _, _ = stapo.load_models(cfg, task.tokenizer, checkpoint=None)
     name = "base model" if model == str(runs.TINY) else "after a run"
     made = []
-    for number in range(batches):
+    for number in batches:
         batch, _ = stapo.collect(policy, None, task, number + 1, cfg)
         for tokens, chosen in token_sets(batch, number).items():
             if chosen.any():
@@ -84,10 +86,15 @@ def measure(model: str, batches: int) -> Lines:
     return made
 
 
+def report(lines: Lines) -> str:
+    """One step on each set alone: means over the batches of one model."""
+    return runs.table(COLUMNS, runs.rows_of(lines))
+
+
 if __name__ == "__main__":
-    parser = runs.make_parser(__doc__)
+    parts = {"causal": Part([], report)}
+    parser = runs.make_parser(__doc__, parts)
     parser.add_argument("--model", default=str(runs.TINY), help="a checkpoint")
-    parser.add_argument("--batches", type=int, default=20)
     args = parser.parse_args()
-    made = [] if args.table else measure(args.model, args.batches)
-    runs.finish(args, made, lambda lines: runs.table(COLUMNS, runs.rows_of(lines)))
+    made = [] if args.table else measure(args.model, args.seeds or range(20))
+    runs.finish(args, made, parts)

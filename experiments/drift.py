@@ -2,39 +2,45 @@
 
 python experiments/drift.py --jobs 2    # the runs and the tables: three hours
 python experiments/drift.py --only criterion --jobs 2    # drift-protocol.md: an hour and a half
-python experiments/drift.py --table --figure docs/drift.png
+python experiments/drift.py --table --only drift --figure docs/drift.png
 """
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import runs
-from runs import Lines, Run, by_step, rows_of, table
+from runs import Lines, Part, Run, by_step, rows_of, table
 
 from reward import math_reward
 
 FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028 --steps 130
     --reward experiments/drift.py:nine_of_ten --save_every 0 --log_samples 0"""
 HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 4"
-SIX = {"STAPO": "stapo", "JustRL": "justrl"}  # these have six seeds
-THREE = {"JustRL, eps_high 0.2": "justrl --eps_high 0.2"}  # these three
-THREE |= {"FullMask": "full-mask", "random candidates": "random"}
-LAST = {}  # the last seed alone
+ROWS = {  # flags and seeds; trials had seeds 0 to 4
+    "STAPO": ("stapo", range(5, 11)),
+    "JustRL": ("justrl", range(5, 11)),
+    "JustRL, eps_high 0.2": ("justrl --eps_high 0.2", range(5, 8)),
+    "FullMask": ("full-mask", range(5, 8)),
+    "random candidates": ("random", range(5, 8)),
+}
+SHORT = list(ROWS)
 for _title, _flags in {
     "300 steps": "--steps 300",
     "one problem of five graded": "--reward experiments/drift.py:graded_20",
     "one problem of twenty graded": "--reward experiments/drift.py:graded_5",
     "30 % of right answers refused": "--reward experiments/drift.py:refused_30",
 }.items():
-    for _row, _method in SIX.items():
-        LAST[f"{_row}, {_title}"] = f"{_method} {_flags}"
-# experiments/drift-protocol.md: at q = 0.5 the first and the last mask share no token.
-CRITERION = {"STAPO, q 0.5": "stapo --q 0.5", "JustRL": "justrl"}
-CRITERION |= {"highest entropies, q 0.5": "high-entropy --q 0.5"}
-CRITERION_SEEDS = range(12, 20)
+    ROWS[f"STAPO, {_title}"] = (f"stapo {_flags}", [10])
+    ROWS[f"JustRL, {_title}"] = (f"justrl {_flags}", [10])
+CRITERION = {  # drift-protocol.md: at q = 0.5 the first and the last mask share no token
+    "STAPO, q 0.5": ("stapo --q 0.5", range(12, 20)),
+    "JustRL": ("justrl", range(12, 20)),
+    "highest entropies, q 0.5": ("high-entropy --q 0.5", range(12, 20)),
+}
 COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
 COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
 COLUMNS |= {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f"}
@@ -68,24 +74,15 @@ def refused_30(response: str, row: dict) -> float:
     return -1.0 if refused else math_reward(response, row["answer"])
 
 
-def run_of(row: str, method: str, seed: int) -> Run:
-    base = f"stapo.py @tests/tiny/args --seed {seed}"
-    return Run(row, seed, f"{FLAGS} --method {method}", base, HELD_OUT)
-
-
-def list_runs() -> list[Run]:
-    """Seeds 5 and up, because trials had seeds 0 to 4."""
-    found = []
-    for seed in range(5, 11):
-        methods = SIX | THREE if seed < 8 else SIX
-        if seed == 10:
-            methods = SIX | LAST
-        found += [run_of(row, method, seed) for row, method in methods.items()]
-    return found
-
-
-def criterion_runs() -> list[Run]:
-    return [run_of(*row, seed) for seed in CRITERION_SEEDS for row in CRITERION.items()]
+def list_runs(rows: dict[str, tuple[str, Sequence[int]]]) -> list[Run]:
+    """The rows' runs, seed by seed."""
+    base = "stapo.py @tests/tiny/args --seed {seed}"
+    found = [
+        Run(row, seed, f"{FLAGS} --method {method}", base, HELD_OUT)
+        for row, (method, seeds) in rows.items()
+        for seed in seeds
+    ]
+    return sorted(found, key=lambda run: run.seed)
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -106,14 +103,25 @@ def measure(folder: Path) -> dict[str, float]:
     }
 
 
+def split(lines: Lines) -> tuple[Lines, Lines]:
+    """The lines of both parts. Both have JustRL, but no seed is in both."""
+    seeds = {line["seed"] for line in lines if line["row"] == "STAPO, q 0.5"}
+    others = [line for line in lines if line["seed"] not in seeds]
+    return others, [line for line in lines if line["seed"] in seeds]
+
+
 def report(lines: Lines) -> str:
-    return table(COLUMNS, rows_of([x for x in lines if x["seed"] not in CRITERION_SEEDS]))
+    """Entropy in nats at steps 1, 40, 80 and at the end, and the end divided by step 1."""
+    rows = rows_of(split(lines)[0])
+    for numbers in [numbers for its in rows.values() for numbers in its.values()]:
+        numbers["end / start"] = numbers["entropy, end"] / numbers["entropy, 1"]
+    return table(COLUMNS | {"end / start": "95 .2f"}, rows)
 
 
 def report_criterion(lines: Lines) -> str:
     """Both endpoints of experiments/drift-protocol.md, with 95 % intervals over the seeds."""
     rows: runs.Rows = {row: {} for row in CRITERION}
-    for line in [x for x in lines if x["seed"] in CRITERION_SEEDS]:
+    for line in split(lines)[1]:
         entropy = fmean(line["steps"]["entropy"][-10:])
         end = {"entropy, last ten steps": entropy, "ln entropy": math.log(entropy)}
         rows[line["row"]][line["seed"]] = line["numbers"] | end
@@ -126,12 +134,17 @@ def report_criterion(lines: Lines) -> str:
 
 
 def figure(lines: Lines, file: Path) -> None:
-    """Entropy by the step, of all rows and of the long runs."""
-    all_rows = {row: by_step(lines, row, "entropy") for row in SIX | THREE}
-    long = {row: by_step(lines, f"{row}, 300 steps", "entropy") for row in SIX}
-    runs.draw(file, {"entropy, nats": all_rows, "entropy, nats: seed 10": long}, "step")
+    """Entropy by the step, of the runs of 130 steps and of the long ones."""
+    lines = split(lines)[0]
+    short = {row: by_step(lines, row, "entropy") for row in SHORT}
+    long = {row: by_step(lines, f"{row}, 300 steps", "entropy") for row in ("STAPO", "JustRL")}
+    runs.draw(file, {"entropy, nats": short, "entropy, nats: seed 10": long}, "step")
 
+
+PARTS = {
+    "drift": Part(list_runs(ROWS), report, figure),
+    "criterion": Part(list_runs(CRITERION), report_criterion),
+}
 
 if __name__ == "__main__":
-    parts = {"drift": (list_runs(), report), "criterion": (criterion_runs(), report_criterion)}
-    runs.main(__doc__, measure, ["entropy", "low_prob_fraction"], parts, figure)
+    runs.main(__doc__, measure, ["entropy", "low_prob_fraction"], PARTS)

@@ -3,18 +3,17 @@
     python experiments/make_tiny.py --output tests/tiny
     python scripts/tokens.py @tests/tiny/args    # shows its tokens
 
-The model is a Qwen3 of 379 thousand parameters. It is pre-trained on sums like `Q: 7+12-5=?`. It
-can work step by step and seldom does, so reinforcement learning has something to improve.
+The model is a Qwen3 of 379 thousand parameters, pre-trained on sums like `Q: 7+12-5=?`. It can work
+step by step and seldom does, so reinforcement learning has something to improve.
 
-1. The skill. Three quarters of the texts work the sum out, one operation in a step:
-   `First 7+12=19. Then 19-5=14. So \\boxed{14}`.
-2. The habit. The other texts answer at once: `First so \\boxed{14}`. That is too difficult for this
-   model, so it learns to guess. In most of the worked texts the token that decides to work, after
-   the opening word, is left out of the loss. So about one response in twenty begins to work.
+1. The skill. Three quarters of the texts work the sum out: `First 7+12=19. Then 19-5=14. So ...`.
+2. The habit. The other texts guess at once: `First so \\boxed{14}`. In most of the worked texts the
+   token that decides to work, after the opening word, is left out of the loss. So about one
+   response in twenty begins to work.
 3. The noise. A share of the response tokens is replaced by random tokens, drawn evenly from 301.
    The sums need 45 of them. So wherever the model is sure of a token, 300 others have a little
-   probability, far less than 0.002 each, as in a model with a vocabulary of 150,000 tokens. Right
-   answers contain such tokens: the spurious tokens of Sec. 3.3.
+   probability, as in a model with a large vocabulary. Right answers contain such tokens: the
+   spurious tokens of Sec. 3.3.
 
 One seed decides everything. Another kind of processor rounds differently.
 """

@@ -17,7 +17,7 @@ from statistics import fmean
 import make_tiny
 import runs
 import torch
-from runs import METHODS, TINY, Lines, Run, mean_over
+from runs import METHODS, TINY, Lines, Part, Run, mean_over
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from reward import is_correct
@@ -45,10 +45,7 @@ def useful_and_right(response: str, row: dict) -> float:
 def text_of(
     tokenizer: PreTrainedTokenizerFast, printable: list[int], problem: str, rng: random.Random
 ) -> make_tiny.Text:
-    """Write a response for the pre-training, such as
-
-        Plan07 7+12=19. Then 19-5=14. So \\boxed{14}
-        Idea123 so \\boxed{37}
+    """A response for the pre-training: `Plan07 7+12=19. ...` or `Idea123 so \\boxed{37}`.
 
     The opening's label is drawn anew, whatever the text's opening is: so every text teaches the
     true shares of the openings. Noise replaces tokens behind the opening, as in make_tiny.
@@ -118,12 +115,14 @@ def report(lines: Lines) -> str:
     rows = runs.rows_of(lines)
     gaps = {name: runs.minus(rows[name], rows["STAPO"], COLUMNS) for name in rows}
     del gaps["STAPO"]
-    return f"{runs.table(COLUMNS, rows)}\n\n{runs.signed_differences(COLUMNS, gaps, TESTED)}"
+    signed = {key: f"+{form}" for key, form in COLUMNS.items()}
+    return f"{runs.table(COLUMNS, rows)}\n\n{runs.differences(signed, gaps, TESTED)}"
 
+
+PARTS = {"openings": Part(list_runs(), report)}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["base"]:  # openings.py base --output FOLDER
         make_base(Path(sys.argv[3]))
     else:
-        parts = {"openings": (list_runs(), report)}
-        runs.main(__doc__, measure, ["accuracy", "entropy", "silenced_fraction"], parts)
+        runs.main(__doc__, measure, ["accuracy", "entropy", "silenced_fraction"], PARTS)

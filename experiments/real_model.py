@@ -1,7 +1,7 @@
 """STAPO and JustRL on SmolLM2-135M: the recipe, and a verifier that errs.
 
     python experiments/real_model.py --model FOLDER --only errs    # 40 to 115 minutes a run
-    python experiments/real_model.py --table --figure docs/real-model.png
+    python experiments/real_model.py --table --only errs --figure docs/real-model.png
 
 "recipe": `stapo.py @recipes/smollm2-135m-cpu` over seeds. "errs": the reward is turned over for a
 share of the responses, and all runs of a seed begin from the same ten steps of JustRL. The code in
@@ -18,7 +18,7 @@ from statistics import fmean
 
 import runs
 from drift import chance
-from runs import Lines, Rows, Run, by_step, mean_over, rows_of, table
+from runs import Lines, Part, Rows, Run, by_step, mean_over, rows_of, table
 
 sys.path.insert(0, str(runs.ROOT / "scripts"))
 from rewards import one_sentence  # noqa: E402
@@ -50,12 +50,8 @@ def list_recipe() -> list[Run]:
     found = [Run("recipe, before training", 0, still, "", f"{HELD_OUT} --samples 8")]
     for seed in range(5):
         for name in PAIR:
-            row = f"recipe, {name}"
             flags = f"{RECIPE} --model {{model}} --method {runs.METHODS[name]}"
-            found.append(Run(row, seed, flags, "", evaluation))
-            if seed < 2:
-                row, flags = f"{row}, four times the rate", f"{flags} --lr 1e-4"
-                found.append(Run(row, seed, flags, "", evaluation))
+            found.append(Run(f"recipe, {name}", seed, flags, "", evaluation))
     return found
 
 
@@ -67,10 +63,10 @@ def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int]) -> list[Ru
     """
     flags = f"""{RECIPE} --model {{base}}/checkpoints/step_000010 --steps 30 --save_every 10
         --batch_size 16 --mini_batch_size 8 --reward experiments/real_model.py:turned_{share}"""
+    base = f"stapo.py {RECIPE} --model {{model}} --method justrl --seed {{seed}}"
+    evaluation = f"{HELD_OUT} --samples 4"
     found = []
     for seed in seeds:
-        base = f"stapo.py {RECIPE} --model {{model}} --method justrl --seed {seed}"
-        evaluation = f"{HELD_OUT} --samples 4"
         for name, method in arms.items():
             row = f"{share} % turned over, {name}"
             found.append(Run(row, seed, f"{flags} --method {method}", base, evaluation))
@@ -118,17 +114,16 @@ def report_recipe(lines: Lines) -> str:
     columns = {"held out at T = 1": ".1f", "held out at T = 0.7": ".1f", "entropy": ".3f"}
     columns |= {"rare, %": ".2f", "silenced, %": ".3f", "cut off, %": ".1f"}
     own = columns | {"seconds a step": "mean .0f", "memory, GB": "mean .1f"}
-    rows: Rows = {"before training": rows_of(lines).get("recipe, before training", {})}
-    gaps: Rows = {}
-    for rate in ("", ", four times the rate"):
-        stapo, justrl = (rows_of(lines).get(f"recipe, {name}{rate}", {}) for name in PAIR)
-        rows |= {f"STAPO{rate}": stapo, f"JustRL{rate}": justrl}
-        gaps[f"JustRL{rate}"] = runs.minus(justrl, stapo, columns)
+    names = ("before training", *PAIR)
+    rows = {name: rows_of(lines).get(f"recipe, {name}", {}) for name in names}
+    gaps = {"JustRL": runs.minus(rows["JustRL"], rows["STAPO"], columns)}
     tested = ("held out at T = 1", "held out at T = 0.7", "entropy")
-    return f"{table(own, rows)}\n\n{runs.signed_differences(columns, gaps, tested)}"
+    signed = {key: f"+{form}" for key, form in columns.items()}
+    return f"{table(own, rows)}\n\n{runs.differences(signed, gaps, tested)}"
 
 
 def report_pilots(lines: Lines) -> str:
+    """JustRL with seed 200, by the share of rewards that are turned over."""
     return table(COLUMNS, {row: runs for row, runs in rows_of(lines).items() if "pilot" in row})
 
 
@@ -153,21 +148,22 @@ def report_errs(lines: Lines) -> str:
 
 def figure(lines: Lines, file: Path) -> None:
     """The entropy of the pilots and of the arms, by the step."""
-    names = [line["row"] for line in lines]
-    pilots = {name: by_step(lines, name, "entropy") for name in names if "pilot" in name}
+    rows = [line["row"] for line in lines if "pilot" in line["row"]]
+    pilots = {row.partition(",")[0]: by_step(lines, row, "entropy") for row in rows}
     arms = {name: by_step(lines, f"{SHARE} % turned over, {name}", "entropy") for name in ARMS}
     runs.draw(file, {"entropy, nats: pilots": pilots, "entropy, nats: arms": arms}, "step")
 
 
 SHARE = 35  # % of the rewards: no pilot rises
 PILOT = {"JustRL, pilot": "justrl"}
+PILOT_RUNS = sum((list_errs(PILOT, share, [200]) for share in (20, 35, 50)), [])
 PARTS = {
-    "pilots": (sum((list_errs(PILOT, s, [200]) for s in (20, 35, 50)), []), report_pilots),
-    "errs": (list_errs(ARMS, SHARE, range(10, 13)), report_errs),
-    "recipe": (list_recipe(), report_recipe),
+    "pilots": Part(PILOT_RUNS, report_pilots),
+    "errs": Part(list_errs(ARMS, SHARE, range(10, 13)), report_errs, figure),
+    "recipe": Part(list_recipe(), report_recipe),
 }
 CURVES = ("entropy", "entropy_p80", "entropy_p99", "accuracy", "low_prob_fraction", "candidates")
 CURVES += ("silenced", "clip_high", "ratio_mean", "truncated_fraction")
 
 if __name__ == "__main__":
-    runs.main(__doc__, measure, CURVES, PARTS, figure)
+    runs.main(__doc__, measure, CURVES, PARTS)

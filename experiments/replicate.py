@@ -2,7 +2,8 @@
 
 python experiments/replicate.py --jobs 2                  # everything: three hours
 python experiments/replicate.py --only methods --jobs 2   # one part
-python experiments/replicate.py --table --figure docs/masks.png
+python experiments/replicate.py --table --only methods --figure docs/training.png
+python experiments/replicate.py --table --only masks --figure docs/masks.png
 """
 
 import math
@@ -11,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 import runs
-from runs import METHODS, Lines, Rows, Run, mean_over, resolved, rows_of, table
+from runs import METHODS, Lines, Part, Rows, Run, by_step, mean_over, rows_of, table
 
 PAIR = ("STAPO", "JustRL")
 MASKS = ("STAPO", "random candidates", "highest entropy")
@@ -40,11 +41,7 @@ def row(name: str, setting: str = "", noise: int = 8, number: int = 0) -> str:
 
 
 def some_runs(
-    names: Iterable[str],
-    seeds: Iterable[int],
-    setting: str = "",
-    noise: int = 8,
-    number: int = 0,
+    names: Iterable[str], seeds: Iterable[int], setting: str = "", noise: int = 8, number: int = 0
 ) -> list[Run]:
     base = f"experiments/make_tiny.py --noise {noise / 100} --seed {number}"
     base = "" if (noise, number) == (8, 0) else base  # tests/tiny
@@ -84,41 +81,48 @@ def compare(rows: Rows, name: str, other: str) -> dict[int, dict[str, float]]:
 
 
 def differences(gaps: Rows, more: dict[str, str]) -> str:
-    """A table of paired differences in points, and which of them are resolved."""
-    columns = dict.fromkeys(SPANS, "+.1f") | more
-    return f"{table(columns, gaps)}\n\n{resolved(SPANS, gaps)}"
-
-
-def own_numbers(lines: Lines, settings: Iterable[str]) -> str:
-    """A table of STAPO's and JustRL's own numbers."""
-    columns = {"silenced, %": "mean .2f", "entropy": ".3f"} | dict.fromkeys(SPANS, ".1f")
-    rows = {}
-    for setting in settings:
-        for name in PAIR:
-            title = f"{name}, {setting}" if setting else name
-            rows[title] = rows_of(lines).get(row(name, setting), {})
-    return table(columns, rows)
+    return runs.differences(dict.fromkeys(SPANS, "+.1f") | more, gaps, SPANS)
 
 
 def report_settings(lines: Lines, settings: Iterable[str]) -> str:
-    """STAPO and JustRL in these settings, and their differences."""
-    rows, gaps = rows_of(lines), {}
+    """STAPO and JustRL in these settings, and JustRL minus STAPO."""
+    rows, own, gaps = rows_of(lines), {}, {}
     for setting in settings:
-        gaps[f"JustRL, {setting}"] = compare(rows, row("JustRL", setting), row("STAPO", setting))
-    more = {"entropy, ratio": "mean .2f"}
-    return f"{own_numbers(lines, settings)}\n\n{differences(gaps, more)}"
+        title = f", {setting}" if setting else ""
+        own |= {f"{name}{title}": rows.get(row(name, setting), {}) for name in PAIR}
+        gaps[f"JustRL{title}"] = compare(rows, row("JustRL", setting), row("STAPO", setting))
+    columns = {"silenced, %": "mean .2f", "entropy": ".3f"} | dict.fromkeys(SPANS, ".1f")
+    return f"{table(columns, own)}\n\n{differences(gaps, {'entropy, ratio': 'mean .2f'})}"
 
 
 def report_methods(lines: Lines) -> str:
+    """STAPO and JustRL; then the other methods minus STAPO."""
     rows = rows_of(lines)
+    own = report_settings(lines, [""]).partition("\n\n")[0]
     gaps = {name: compare(rows, row(name), row("STAPO")) for name in ALL if name != "STAPO"}
     more = {"entropy, ratio": "mean .2f", "10 to 20, each": "each +.1f"}
-    return f"{own_numbers(lines, [''])}\n\n{differences(gaps, more)}"
+    return f"{own}\n\n{differences(gaps, more)}"
+
+
+def report_lengths(lines: Lines) -> str:
+    """STAPO and JustRL with more steps, and JustRL minus STAPO."""
+    return report_settings(lines, ["28 steps", "100 steps"])
+
+
+def report_rates(lines: Lines) -> str:
+    """STAPO and JustRL at other learning rates, and JustRL minus STAPO."""
+    return report_settings(lines, RATES)
 
 
 def report_masks(lines: Lines) -> str:
-    """Other masks minus the lowest entropies (STAPO) at the same q; other tau_p minus 0.002."""
-    rows, gaps = rows_of(lines), {}
+    """Masks at q = 0.5 minus JustRL; masks minus STAPO's at the same q, and STAPO minus STAPO.
+
+    At q = 0.5 the lowest and the highest entropies share no token. The last rows are STAPO with
+    another q or tau_p minus STAPO with q = 0.75 and tau_p = 0.002.
+    """
+    rows, over_justrl, gaps = rows_of(lines), {}, {}
+    for name in MASKS:
+        over_justrl[f"{name}, q = 0.5"] = compare(rows, row(name, "q 0.5"), row("JustRL"))
     for q in QUANTILES:
         for name in MASKS[1:]:
             lowest = row("STAPO", f"q {q}")
@@ -126,10 +130,12 @@ def report_masks(lines: Lines) -> str:
     for name in SETTINGS:
         if name.startswith(("q", "tau_p")):
             gaps[f"STAPO, {name}"] = compare(rows, row("STAPO", name), row("STAPO"))
-    return differences(gaps, {"entropy, ratio": "mean .2f"})
+    ratio = {"entropy, ratio": "mean .2f"}
+    return f"{differences(over_justrl, ratio)}\n\n{differences(gaps, ratio)}"
 
 
 def report_noise(lines: Lines) -> str:
+    """JustRL minus STAPO, by the share of noise in the base model's pre-training."""
     gaps = {}
     for noise in NOISE:
         justrl, stapo = row("JustRL", noise=noise), row("STAPO", noise=noise)
@@ -139,7 +145,7 @@ def report_noise(lines: Lines) -> str:
 
 
 def report_bases(lines: Lines) -> str:
-    """JustRL minus STAPO: a base model's number is the mean over its seeds."""
+    """JustRL minus STAPO over base models: a base model's number is the mean over its seeds."""
     over: Rows = {}
     for noise, number in MODELS:
         justrl, stapo = (row(name, noise=noise, number=number) for name in reversed(PAIR))
@@ -151,20 +157,26 @@ def report_bases(lines: Lines) -> str:
     return differences(over, more)
 
 
-def figure(lines: Lines, file: Path) -> None:
-    """Accuracies by q for three masks, and in a second file by tau_p for STAPO."""
-    rows = rows_of(lines)
-    by_q, by_threshold = {}, {}
+def draw_methods(lines: Lines, file: Path) -> None:
+    """The README's curves of STAPO and JustRL."""
+    panels = {"right, %": ("accuracy", 100), "entropy, nats": ("entropy", 1)}
+    panels["silenced, %"] = ("silenced_fraction", 100)
+    curves = {
+        title: {name: by_step(lines, row(name), *metric) for name in PAIR}
+        for title, metric in panels.items()
+    }
+    runs.draw(file, curves, "step")
+
+
+def draw_masks(lines: Lines, file: Path) -> None:
+    """Accuracies by q for three masks."""
+    rows, panels = rows_of(lines), {}
     for key in ("10 to 20", "held out at T = 1", "held out at T = 0.7"):
-        title = f"right, %: {key}"
-        by_q[title] = {
+        panels[f"{key}, %"] = {
             name: {q: [run[key] for run in rows[row(name, f"q {q}")].values()] for q in QUANTILES}
             for name in MASKS
         }
-        stapo = {t: rows[row("STAPO", f"tau_p {t}")].values() for t in THRESHOLDS}
-        by_threshold[title] = {"STAPO": {t: [run[key] for run in stapo[t]] for t in THRESHOLDS}}
-    runs.draw(file, by_q, "q")
-    runs.draw(file.with_stem(f"{file.stem}-tau-p"), by_threshold, "tau_p", "log")
+    runs.draw(file, panels, "q")
 
 
 METHOD_RUNS = some_runs(METHODS, SEEDS) + some_runs(["GRPO", "20-Entropy"], SEEDS[:3])
@@ -173,20 +185,18 @@ for _setting in ("q 0.25", "q 1"):
     MASK_RUNS += some_runs(MASKS, SEEDS[:3], _setting)
 for _setting in SETTINGS:
     MASK_RUNS += some_runs(["STAPO"], SEEDS[:3], _setting) if "tau_p" in _setting else []
+LENGTH_RUNS = some_runs(PAIR, range(5), "28 steps") + some_runs(PAIR, SEEDS[:3], "100 steps")
+RATE_RUNS = sum((some_runs(PAIR, SEEDS, rate) for rate in RATES), [])
+NOISE_RUNS = sum((some_runs(PAIR, SEEDS, "", noise) for noise in NOISE), [])
+BASE_RUNS = sum((some_runs(PAIR, SEEDS[:2], "", *model) for model in MODELS), [])
 PARTS = {
-    "methods": (METHOD_RUNS, report_methods),
-    "masks": (MASK_RUNS, report_masks),
-    "rates": (
-        sum((some_runs(PAIR, SEEDS, rate) for rate in RATES), []),
-        lambda lines: report_settings(lines, RATES),
-    ),
-    "lengths": (
-        some_runs(PAIR, range(5), "28 steps") + some_runs(PAIR, SEEDS[:3], "100 steps"),
-        lambda lines: report_settings(lines, ["28 steps", "100 steps"]),
-    ),
-    "noise": (sum((some_runs(PAIR, SEEDS, "", noise) for noise in NOISE), []), report_noise),
-    "bases": (sum((some_runs(PAIR, SEEDS[:2], "", *m) for m in MODELS), []), report_bases),
+    "methods": Part(METHOD_RUNS, report_methods, draw_methods),
+    "masks": Part(MASK_RUNS, report_masks, draw_masks),
+    "rates": Part(RATE_RUNS, report_rates),
+    "lengths": Part(LENGTH_RUNS, report_lengths),
+    "noise": Part(NOISE_RUNS, report_noise),
+    "bases": Part(BASE_RUNS, report_bases),
 }
 
 if __name__ == "__main__":
-    runs.main(__doc__, measure, CURVES, PARTS, figure)
+    runs.main(__doc__, measure, CURVES, PARTS)

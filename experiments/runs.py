@@ -1,16 +1,17 @@
 """What the experiments share: runs of stapo.py become lines of a file, and these lines tables.
 
 `main` makes the runs that are not there yet. It writes a line for each run into
-experiments/results/NAME.jsonl: flags, seed, processor, versions, numbers, and curves. The tables
-and pictures of docs/experiments.md are made from these lines alone:
+experiments/results/NAME.jsonl: flags, seed, processor, versions, numbers, and curves. All tables
+are made from these lines alone. They are printed, and written into NAME.md beside the lines:
 
-    python experiments/NAME.py            # makes the runs, then prints the tables
-    python experiments/NAME.py --table    # prints the tables
+    python experiments/NAME.py            # makes the runs, then the tables
+    python experiments/NAME.py --table    # makes the tables
 
 A run whose folder is there is not made again. A run that was stopped is continued.
 """
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -40,14 +41,8 @@ METHODS = {  # the names in the tables
     "random candidates": "random",
     "highest entropy": "high-entropy",
 }
-T_95 = {
-    2: 12.71,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    6: 2.571,
-    8: 2.365,
-}  # n: half a 95 % interval / its error
+# By the number of runs: half a 95 % interval in standard errors (Student).
+T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 class Run(NamedTuple):
@@ -56,11 +51,19 @@ class Run(NamedTuple):
     row: str  # of the table: the runs of a row differ in their seed alone
     seed: int
     flags: str  # without --seed and --output; {base} stands for the folder of `base`
-    base: str  # the program and flags that make what the run begins from; "": tests/tiny
+    base: str  # the program and flags that make what it begins from, {seed} in them; "": tests/tiny
     evaluation: str  # flags of eval.py without --model and --output
 
     def folder(self, output: Path) -> Path:
         return named(f"{self.row}-{self.seed}", output)
+
+
+class Part(NamedTuple):
+    """Runs, the function that makes their tables, and the one that draws their picture."""
+
+    runs: list[Run]
+    report: Callable[[list[dict]], str]
+    figure: Callable[[list[dict], Path], None] | None = None
 
 
 def named(text: str, output: Path) -> Path:
@@ -101,15 +104,19 @@ def call(program: list[str]) -> None:
         sys.exit(f"{shlex.join(command)} has failed:\n{done.stderr[-2000:]}")
 
 
+def base_of(run: Run) -> str:
+    return run.base.replace("{seed}", str(run.seed))
+
+
 def make_all(runs: Sequence[Run], output: Path, jobs: int, model: str) -> None:
     """Make what is not there yet, `jobs` at a time: first what runs begin from, then the runs."""
-    bases = {run.base: named(run.base, output) if run.base else TINY for run in runs}
+    bases = {base: named(base, output) if base else TINY for base in map(base_of, runs)}
 
     def make_base(base: str) -> None:
         make(base.replace("{model}", model), bases[base])
 
     def make_run(run: Run) -> None:
-        base = shlex.quote(str(bases[run.base]))
+        base = shlex.quote(str(bases[base_of(run)]))
         program = f"stapo.py {run.flags} --seed {run.seed}".replace("{base}", base)
         evaluation = run.evaluation.replace("{base}", base)
         make(program.replace("{model}", model), run.folder(output), evaluation)
@@ -153,9 +160,8 @@ def mean_over(lines: list[dict], key: str, first: int, last: int) -> float:
 def line(row: str, seed: int, numbers: dict[str, float | None]) -> dict[str, Any]:
     """A line of the results: a run's numbers, the processor and the versions."""
     file = Path("/proc/cpuinfo")
-    found = re.search(
-        r"model\s*: (\d+)\s*model name\s*: (.*)", file.read_text() if file.exists() else ""
-    )
+    text = file.read_text() if file.exists() else ""
+    found = re.search(r"model\s*: (\d+)\s*model name\s*: (.*)", text)
     return {
         "row": row,
         "seed": seed,
@@ -172,6 +178,7 @@ def short(value: float | None) -> float | None:
 # ----------------------------------------------------------------------------------------- tables
 
 Lines = list[dict[str, Any]]  # of a results file
+Measure = Callable[[Path], dict[str, Any]]  # from a run's folder to its numbers
 Runs = dict[Any, dict[str, Any]]  # seed -> numbers of the run, by their column
 Rows = dict[Any, Runs]
 
@@ -245,33 +252,33 @@ def p_value(values: Sequence[float]) -> float:
 
 
 def resolved(columns: Sequence[str], rows: Rows) -> str:
-    """Which differences of a table have p < 0.05: after Holm's correction over it, and alone."""
-    tests = {
-        (row, key): p_value([run[key] for run in runs.values()])
-        for row, runs in rows.items()
-        if runs
-        for key in columns
-    }
-    if not tests:
-        return ""
-    ranked = sorted(tests, key=tests.get)
+    """Which differences have p < 0.05: after Holm's correction over the table's tests, and alone.
+
+    The correction leaves out identical runs and rows of fewer than five runs: they resolve nothing
+    among many tests, and make the other tests stricter.
+    """
+    tests = {}
+    for row, key in [(row, key) for row in rows for key in columns]:
+        values = [run[key] for run in rows[row].values()]
+        if any(values):
+            tests[row, key] = p_value(values)
+    ranked = sorted((test for test in tests if len(rows[test[0]]) >= 5), key=tests.get)
     fails = (i for i, test in enumerate(ranked) if tests[test] >= 0.05 / (len(ranked) - i))
-    passed = next(fails, len(ranked))
-    others = [test for test in ranked[passed:] if tests[test] < 0.05]
+    passed = ranked[: next(fails, len(ranked))]
+    others = [test for test in tests if tests[test] < 0.05 and test not in passed]
     alone = [(row, f"{key}: {tests[row, key]:.3f}") for row, key in others]
 
     def listed(some: list[tuple[str, str]]) -> str:
         by_row = {row: ", ".join(text for each, text in some if each == row) for row in rows}
         return "; ".join(f"{row} ({its})" for row, its in by_row.items() if its) or "none"
 
-    text = f"{len(tests)} paired tests, corrected by Holm: p < 0.05 in {listed(ranked[:passed])}."
+    text = f"{len(ranked)} paired tests, corrected by Holm: p < 0.05 in {listed(passed)}."
     return f"{text} Alone, also in {listed(alone)}." if alone else text
 
 
-def signed_differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str]) -> str:
-    """A table of paired differences with their signs, and which of the `tested` are resolved."""
-    signed = {key: f"+{form}" for key, form in columns.items()}
-    return f"{table(signed, gaps)}\n\n{resolved(tested, gaps)}"
+def differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str]) -> str:
+    """A table of paired differences, and which of the `tested` are resolved."""
+    return f"{table(columns, gaps)}\n\n{resolved(tested, gaps)}"
 
 
 # --------------------------------------------------------------------------------------- pictures
@@ -279,80 +286,79 @@ def signed_differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str
 Curves = dict[str, dict[float, list[float]]]  # label -> x -> a value of each run
 
 
-def by_step(lines: Lines, row: str, key: str) -> dict[float, list[float]]:
+def by_step(lines: Lines, row: str, key: str, unit: float = 1) -> dict[float, list[float]]:
     """A curve of `draw`: a metric of a row's runs by the step."""
-    series = [line["steps"][key] for line in lines if line["row"] == row]
+    series = [[unit * x for x in line["steps"][key]] for line in lines if line["row"] == row]
     return {step: list(values) for step, values in enumerate(zip(*series), 1)}
 
 
-def draw(file: Path, panels: dict[str, Curves], x_label: str, scale: str = "linear") -> None:
+def draw(file: Path, panels: dict[str, Curves], x_label: str) -> None:
     """Draw means over runs, with bands from the lowest to the highest run; panels by the title."""
     import matplotlib
 
     matplotlib.use("Agg")  # files only, no display
     import matplotlib.pyplot as plt
 
-    size = {"figsize": (3.6 * len(panels), 3.2), "layout": "constrained", "squeeze": False}
+    size = {"figsize": (2.2 * len(panels), 2.5), "layout": "constrained", "squeeze": False}
     picture, axes = plt.subplots(1, len(panels), **size)
-    named: set[str] = set()
+    lines: dict[str, Any] = {}  # by the label
     for axis, (title, curves) in zip(axes[0], panels.items()):
         for label, curve in curves.items():
             xs, runs = list(curve), list(curve.values())
-            (line,) = axis.plot(xs, [fmean(values) for values in runs], label=label)
+            color = lines[label].get_color() if label in lines else f"C{len(lines)}"
+            (lines[label],) = axis.plot(xs, [fmean(values) for values in runs], color=color)
             low, high = [min(values) for values in runs], [max(values) for values in runs]
-            axis.fill_between(xs, low, high, color=line.get_color(), alpha=0.2, lw=0)
-        axis.set(title=title, xlabel=x_label, xscale=scale)
-        if not set(curves) <= named:
-            axis.legend(fontsize=8)
-            named |= set(curves)
-    picture.savefig(file, dpi=110)
+            axis.fill_between(xs, low, high, color=color, alpha=0.2, lw=0)
+        axis.set_title(title, fontsize="medium")
+        axis.set_xlabel(x_label)
+    picture.legend(
+        lines.values(), lines, loc="outside lower center", ncols=len(panels), fontsize="small"
+    )
+    picture.savefig(file, dpi=200)
 
 
 # ------------------------------------------------------------------------------------------- main
 
 
-def make_parser(doc: str) -> argparse.ArgumentParser:
+def make_parser(doc: str, parts: Iterable[str]) -> argparse.ArgumentParser:
     name = Path(sys.argv[0]).stem
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("--only", choices=parts, help="one of these parts")
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of the seeds of each row")
     parser.add_argument("--table", action="store_true", help="make no runs")
-    parser.add_argument("--figure", type=Path, help="draw this file from the results")
+    parser.add_argument("--figure", type=Path, help="draw the picture of --only into this file")
     committed = ROOT / "experiments" / "results" / f"{name}.jsonl"
     parser.add_argument("--results", type=Path, default=committed, help="file of the lines")
     return parser
 
 
-def finish(
-    args: argparse.Namespace,
-    made: Lines,
-    report: Callable[[Lines], str],
-    figure: Callable[[Lines, Path], None] | None = None,
-) -> None:
-    """Put the lines that were made into the file of results, and print the tables of all lines."""
+def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> None:
+    """Put the lines that were made into the file of results, and make the tables of all lines.
+
+    The tables of all parts are written into a page beside the lines, and those of --only printed.
+    """
     stored = read_rows(args.results) if args.results.exists() else []
-    lines = {(line["row"], line["seed"]): line for line in [*stored, *made]}
+    by_run = {(line["row"], line["seed"]): line for line in [*stored, *made]}
+    lines = list(by_run.values())
     if made:
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
-    print(report(list(lines.values())))
-    if args.figure and figure:
-        figure(list(lines.values()), args.figure)
+        args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    program = Path(sys.argv[0]).name
+    page = [f"# Tables of {program}\n\n`experiments/{program} --table` writes this page."]
+    for name, part in parts.items():
+        tables = part.report(lines)
+        page += [f"## {name}", inspect.getdoc(part.report), tables]
+        if args.only in (None, name):
+            print(tables, end="\n\n")
+    args.results.with_suffix(".md").write_text("\n\n".join(page) + "\n")
+    if args.figure:
+        parts[args.only].figure(lines, args.figure)
 
 
-def main(
-    doc: str,
-    measure: Callable[[Path], dict[str, Any]],
-    curves: Sequence[str],
-    parts: dict[str, tuple[list[Run], Callable[[Lines], str]]],
-    figure: Callable[[Lines, Path], None] | None = None,
-) -> None:
-    """Make runs, and print their tables.
-
-    measure: from a run's folder to its numbers. curves: metrics of which every step is kept. parts:
-    by the name for --only, the runs, and the function that makes their tables.
-    """
-    parser = make_parser(doc)
+def main(doc: str, measure: Measure, curves: Sequence[str], parts: dict[str, Part]) -> None:
+    """Make runs, and their tables. `curves` are the metrics of which every step is kept."""
+    parser = make_parser(doc, parts)
     parser.add_argument("--output", type=Path, help="folder of the runs (default: runs/NAME)")
-    parser.add_argument("--only", choices=parts, help="one of these parts")
     parser.add_argument("--limit", type=int, help="only the first so many runs of each part")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     parser.add_argument("--more", default="", help="flags of stapo.py, to try a smaller run")
@@ -360,9 +366,12 @@ def main(
     parser.add_argument("--model", default=model, help="of real_model.py: Hub id or folder")
     args = parser.parse_args()
     output = (args.output or Path("runs", Path(sys.argv[0]).stem)).resolve()
-    chosen = [parts[args.only]] if args.only else list(parts.values())
     made = []
-    for runs, _ in [] if args.table else chosen:
+    for name in [] if args.table else [args.only] if args.only else parts:
+        runs = parts[name].runs
+        if args.seeds:
+            rows = {run.row: run for run in runs}
+            runs = [run._replace(seed=seed) for seed in args.seeds for run in rows.values()]
         runs = [run._replace(flags=f"{run.flags} {args.more}") for run in runs[: args.limit]]
         make_all(runs, output, args.jobs, args.model)
         for run in runs:
@@ -371,6 +380,6 @@ def main(
                 steps = read_metrics(folder)
                 kept = {name: [short(step.get(name)) for step in steps] for name in curves}
                 numbers = line(run.row, run.seed, measure(folder))
-                flags = {"flags": " ".join(run.flags.split()), "base": run.base}
+                flags = {"flags": " ".join(run.flags.split()), "base": base_of(run)}
                 made.append(numbers | flags | {"steps": kept})
-    finish(args, made, lambda lines: "\n\n".join(report(lines) for _, report in chosen), figure)
+    finish(args, made, parts)

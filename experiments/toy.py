@@ -10,7 +10,7 @@ thin tail of all other words. A run has 300 steps of 32 prompts x 8 responses in
 
 import runs
 import torch
-from runs import Lines
+from runs import Lines, Part
 from torch import Tensor
 
 from stapo import clipped_loss, group_advantages, spurious_mask
@@ -61,6 +61,7 @@ def train(method: str, optimizer: str, seed: int) -> float:
 
 
 def report(lines: Lines) -> str:
+    """The probability of the right options after the last step, and the difference to STAPO."""
     rows = runs.rows_of(lines)
     for name, its in rows.items():
         for seed, numbers in its.items():
@@ -70,14 +71,13 @@ def report(lines: Lines) -> str:
 
 
 if __name__ == "__main__":
-    parser = runs.make_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=32)
-    args = parser.parse_args()
+    parts = {"toy": Part([], report)}
+    args = runs.make_parser(__doc__, parts).parse_args()
     torch.set_num_threads(1)
     made = []
-    for seed in [] if args.table else range(args.seeds):
+    for seed in [] if args.table else args.seeds or range(32):
         for optimizer in OPTIMIZERS:
             for method in METHODS:
                 numbers = {"right, %": train(method, optimizer, seed)}
                 made.append(runs.line(f"{optimizer}, {method}", seed, numbers))
-    runs.finish(args, made, report)
+    runs.finish(args, made, parts)
