@@ -7,25 +7,25 @@ python experiments/drift.py --table --only drift --figure docs/drift.png
 
 import hashlib
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import runs
-from runs import Lines, Part, Run, by_step, rows_of, table
+from runs import Lines, Part, by_step, rows_of, table
 
 from reward import math_reward
 
 FLAGS = """@tests/tiny/args --model {base}/checkpoints/step_000028 --steps 130
     --reward experiments/drift.py:nine_of_ten --save_every 0 --log_samples 0"""
+BASE = "stapo.py @tests/tiny/args --seed {seed}"
 HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 4"
 ROWS = {  # flags and seeds; trials had seeds 0 to 4
-    "STAPO": ("stapo", range(5, 11)),
-    "JustRL": ("justrl", range(5, 11)),
-    "JustRL, eps_high 0.2": ("justrl --eps_high 0.2", range(5, 8)),
-    "FullMask": ("full-mask", range(5, 8)),
-    "random candidates": ("random", range(5, 8)),
+    "STAPO": ("--method stapo", range(5, 11)),
+    "JustRL": ("--method justrl", range(5, 11)),
+    "JustRL, eps_high 0.2": ("--method justrl --eps_high 0.2", range(5, 8)),
+    "FullMask": ("--method full-mask", range(5, 8)),
+    "random candidates": ("--method random", range(5, 8)),
 }
 SHORT = list(ROWS)
 for _title, _flags in {
@@ -34,12 +34,12 @@ for _title, _flags in {
     "one problem of twenty graded": "--reward experiments/drift.py:graded_5",
     "30 % of right answers refused": "--reward experiments/drift.py:refused_30",
 }.items():
-    ROWS[f"STAPO, {_title}"] = (f"stapo {_flags}", [10])
-    ROWS[f"JustRL, {_title}"] = (f"justrl {_flags}", [10])
+    ROWS[f"STAPO, {_title}"] = (f"--method stapo {_flags}", [10])
+    ROWS[f"JustRL, {_title}"] = (f"--method justrl {_flags}", [10])
 CRITERION = {  # drift-protocol.md: at q = 0.5 the first and the last mask share no token
-    "STAPO, q 0.5": ("stapo --q 0.5", range(12, 20)),
-    "JustRL": ("justrl", range(12, 20)),
-    "highest entropies, q 0.5": ("high-entropy --q 0.5", range(12, 20)),
+    "STAPO, q 0.5": ("--method stapo --q 0.5", range(12, 20)),
+    "JustRL": ("--method justrl", range(12, 20)),
+    "highest entropies, q 0.5": ("--method high-entropy --q 0.5", range(12, 20)),
 }
 COLUMNS = {f"entropy, {step}": ".2f" for step in (1, 40, 80)}
 COLUMNS |= {"entropy, end": ".2f", "rare, %": ".2f", "no box, %": ".1f"}
@@ -72,17 +72,6 @@ def refused_30(response: str, row: dict) -> float:
     """The usual reward, but -1 for 30 % of the right answers, by chance."""
     refused = chance(row["problem"], response) < 0.3
     return -1.0 if refused else math_reward(response, row["answer"])
-
-
-def list_runs(rows: dict[str, tuple[str, Sequence[int]]]) -> list[Run]:
-    """The rows' runs, seed by seed."""
-    base = "stapo.py @tests/tiny/args --seed {seed}"
-    found = [
-        Run(row, seed, f"{FLAGS} --method {method}", base, HELD_OUT)
-        for row, (method, seeds) in rows.items()
-        for seed in seeds
-    ]
-    return sorted(found, key=lambda run: run.seed)
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -129,7 +118,7 @@ def report_criterion(lines: Lines) -> str:
     arms = table({"entropy, last ten steps": ".2f"} | dict.fromkeys(held_out, ".1f"), rows)
     first = rows.pop("STAPO, q 0.5")
     tested = {"ln entropy": "95 +.2f"} | dict.fromkeys(held_out, "95 +.1f")
-    gaps = {f"{row}, against STAPO": runs.minus(rows[row], first, tested) for row in rows}
+    gaps = {f"{row} minus STAPO": runs.minus(rows[row], first, tested) for row in rows}
     return f"{arms}\n\n{table(tested, gaps)}"
 
 
@@ -142,8 +131,8 @@ def figure(lines: Lines, file: Path) -> None:
 
 
 PARTS = {
-    "drift": Part(list_runs(ROWS), report, figure),
-    "criterion": Part(list_runs(CRITERION), report_criterion),
+    "drift": Part(runs.list_runs(ROWS, FLAGS, BASE, HELD_OUT), report, figure),
+    "criterion": Part(runs.list_runs(CRITERION, FLAGS, BASE, HELD_OUT), report_criterion),
 }
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from statistics import fmean
 import make_tiny
 import runs
 import torch
-from runs import METHODS, TINY, Lines, Part, Run, mean_over
+from runs import METHODS, TINY, Lines, Part, mean_over
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from reward import is_correct
@@ -78,14 +78,6 @@ def make_base(output: Path, steps: int = 850) -> None:
     make_tiny.pretrain(tokenizer, draw, steps, output)
 
 
-def list_runs() -> list[Run]:
-    """Seeds 4 and up, because 2 and 3 chose the number of useful words."""
-    flags = {name: f"{FLAGS} --method {method}" for name, method in METHODS.items()}
-    base = "experiments/openings.py base"
-    seeds = range(4, 9)
-    return [Run(name, seed, flags[name], base, HELD_OUT) for seed in seeds for name in METHODS]
-
-
 def measure(folder: Path) -> dict[str, float | None]:
     """Shares of responses in percent, entropy in nats.
 
@@ -119,7 +111,10 @@ def report(lines: Lines) -> str:
     return f"{runs.table(COLUMNS, rows)}\n\n{runs.differences(signed, gaps, TESTED)}"
 
 
-PARTS = {"openings": Part(list_runs(), report)}
+# Seeds 4 and up, because 2 and 3 chose the number of useful words.
+ROWS = {name: (f"--method {method}", range(4, 9)) for name, method in METHODS.items()}
+RUNS = runs.list_runs(ROWS, FLAGS, "experiments/openings.py base", HELD_OUT)
+PARTS = {"openings": Part(RUNS, report)}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["base"]:  # openings.py base --output FOLDER

@@ -18,7 +18,7 @@ from statistics import fmean
 
 import runs
 from drift import chance
-from runs import Lines, Part, Rows, Run, by_step, mean_over, rows_of, table
+from runs import Lines, Part, Run, by_step, mean_over, rows_of, table
 
 sys.path.insert(0, str(runs.ROOT / "scripts"))
 from rewards import one_sentence  # noqa: E402
@@ -45,14 +45,11 @@ turned_50 = partial(turned_over, share=0.50)
 
 
 def list_recipe() -> list[Run]:
-    evaluation = f"{HELD_OUT} --samples 2"
-    still = f"{RECIPE} --model {{model}} --lr 0 --steps 2"
-    found = [Run("recipe, before training", 0, still, "", f"{HELD_OUT} --samples 8")]
-    for seed in range(5):
-        for name in PAIR:
-            flags = f"{RECIPE} --model {{model}} --method {runs.METHODS[name]}"
-            found.append(Run(f"recipe, {name}", seed, flags, "", evaluation))
-    return found
+    flags = f"{RECIPE} --model {{model}}"
+    still = {"recipe, before training": ("--lr 0 --steps 2", [0])}
+    rows = {f"recipe, {name}": (f"--method {runs.METHODS[name]}", range(5)) for name in PAIR}
+    before = runs.list_runs(still, flags, "", f"{HELD_OUT} --samples 8")
+    return before + runs.list_runs(rows, flags, "", f"{HELD_OUT} --samples 2")
 
 
 def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int]) -> list[Run]:
@@ -64,13 +61,8 @@ def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int]) -> list[Ru
     flags = f"""{RECIPE} --model {{base}}/checkpoints/step_000010 --steps 30 --save_every 10
         --batch_size 16 --mini_batch_size 8 --reward experiments/real_model.py:turned_{share}"""
     base = f"stapo.py {RECIPE} --model {{model}} --method justrl --seed {{seed}}"
-    evaluation = f"{HELD_OUT} --samples 4"
-    found = []
-    for seed in seeds:
-        for name, method in arms.items():
-            row = f"{share} % turned over, {name}"
-            found.append(Run(row, seed, f"{flags} --method {method}", base, evaluation))
-    return found
+    rows = {f"{share} % turned over, {name}": (f"--method {arms[name]}", seeds) for name in arms}
+    return runs.list_runs(rows, flags, base, f"{HELD_OUT} --samples 4")
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -131,19 +123,13 @@ def report_errs(lines: Lines) -> str:
     """Each run of the arms, and the two endpoints: paired over seeds, with 95 % intervals."""
     rows = {name: rows_of(lines).get(f"{SHARE} % turned over, {name}", {}) for name in ARMS}
     every = {f"{name}, {seed}": {seed: rows[name][seed]} for name in ARMS for seed in rows[name]}
-    gaps: Rows = {}
-    for name in ("JustRL", "highest entropy"):
-        for seed in sorted(rows[name].keys() & rows["STAPO"].keys()):
-            mine, stapo = rows[name][seed], rows["STAPO"][seed]
-            gaps.setdefault(f"{name} beside STAPO", {})[seed] = {
-                "ln ratio of entropies": math.log(
-                    mine["entropy, last ten"] / stapo["entropy, last ten"]
-                ),
-                "held out at T = 0.7": mine["held out at T = 0.7"] - stapo["held out at T = 0.7"],
-            }
-    endpoints = {"ln ratio of entropies": "95 +.2f", "held out at T = 0.7": "95 +.1f"}
+    for numbers in [numbers for its in rows.values() for numbers in its.values()]:
+        numbers["ln entropy"] = math.log(numbers["entropy, last ten"])
+    tested = {"ln entropy": "95 +.2f", "held out at T = 0.7": "95 +.1f"}
+    stapo, *others = rows
+    gaps = {f"{row} minus STAPO": runs.minus(rows[row], rows[stapo], tested) for row in others}
     own = COLUMNS | dict.fromkeys(("far is far at T = 1", "far is far at T = 0.7"), ".1f")
-    return f"{table(own, every)}\n\n{table(endpoints, gaps)}"
+    return f"{table(own, every)}\n\n{table(tested, gaps)}"
 
 
 def figure(lines: Lines, file: Path) -> None:

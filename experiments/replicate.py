@@ -7,7 +7,7 @@ python experiments/replicate.py --table --only masks --figure docs/masks.png
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -41,16 +41,15 @@ def row(name: str, setting: str = "", noise: int = 8, number: int = 0) -> str:
 
 
 def some_runs(
-    names: Iterable[str], seeds: Iterable[int], setting: str = "", noise: int = 8, number: int = 0
+    names: Iterable[str], seeds: Sequence[int], setting: str = "", noise: int = 8, number: int = 0
 ) -> list[Run]:
     base = f"experiments/make_tiny.py --noise {noise / 100} --seed {number}"
     base = "" if (noise, number) == (8, 0) else base  # tests/tiny
-    found = []
-    for seed in seeds:
-        for name in names:
-            flags = f"{FLAGS} --method {ALL[name]} {SETTINGS[setting]}"
-            found.append(Run(row(name, setting, noise, number), seed, flags, base, HELD_OUT))
-    return found
+    rows = {}
+    for name in names:
+        flags = f"--method {ALL[name]} {SETTINGS[setting]}"
+        rows[row(name, setting, noise, number)] = (flags, seeds)
+    return runs.list_runs(rows, FLAGS, base, HELD_OUT)
 
 
 def measure(folder: Path) -> dict[str, float]:

@@ -57,6 +57,9 @@ class Run(NamedTuple):
     def folder(self, output: Path) -> Path:
         return named(f"{self.row}-{self.seed}", output)
 
+    def whole_base(self) -> str:
+        return self.base.replace("{seed}", str(self.seed))
+
 
 class Part(NamedTuple):
     """Runs, the function that makes their tables, and the one that draws their picture."""
@@ -64,6 +67,18 @@ class Part(NamedTuple):
     runs: list[Run]
     report: Callable[[list[dict]], str]
     figure: Callable[[list[dict], Path], None] | None = None
+
+
+def list_runs(
+    rows: dict[str, tuple[str, Sequence[int]]], flags: str, base: str, evaluation: str
+) -> list[Run]:
+    """Runs of these rows, seed by seed. A row has flags of its own, and seeds."""
+    found = [
+        Run(row, seed, f"{flags} {more}", base, evaluation)
+        for row, (more, seeds) in rows.items()
+        for seed in seeds
+    ]
+    return sorted(found, key=lambda run: run.seed)
 
 
 def named(text: str, output: Path) -> Path:
@@ -104,19 +119,15 @@ def call(program: list[str]) -> None:
         sys.exit(f"{shlex.join(command)} has failed:\n{done.stderr[-2000:]}")
 
 
-def base_of(run: Run) -> str:
-    return run.base.replace("{seed}", str(run.seed))
-
-
 def make_all(runs: Sequence[Run], output: Path, jobs: int, model: str) -> None:
     """Make what is not there yet, `jobs` at a time: first what runs begin from, then the runs."""
-    bases = {base: named(base, output) if base else TINY for base in map(base_of, runs)}
+    bases = {base: named(base, output) if base else TINY for base in map(Run.whole_base, runs)}
 
     def make_base(base: str) -> None:
         make(base.replace("{model}", model), bases[base])
 
     def make_run(run: Run) -> None:
-        base = shlex.quote(str(bases[base_of(run)]))
+        base = shlex.quote(str(bases[run.whole_base()]))
         program = f"stapo.py {run.flags} --seed {run.seed}".replace("{base}", base)
         evaluation = run.evaluation.replace("{base}", base)
         make(program.replace("{model}", model), run.folder(output), evaluation)
@@ -265,15 +276,11 @@ def resolved(columns: Sequence[str], rows: Rows) -> str:
     ranked = sorted((test for test in tests if len(rows[test[0]]) >= 5), key=tests.get)
     fails = (i for i, test in enumerate(ranked) if tests[test] >= 0.05 / (len(ranked) - i))
     passed = ranked[: next(fails, len(ranked))]
-    others = [test for test in tests if tests[test] < 0.05 and test not in passed]
-    alone = [(row, f"{key}: {tests[row, key]:.3f}") for row, key in others]
-
-    def listed(some: list[tuple[str, str]]) -> str:
-        by_row = {row: ", ".join(text for each, text in some if each == row) for row in rows}
-        return "; ".join(f"{row} ({its})" for row, its in by_row.items() if its) or "none"
-
-    text = f"{len(ranked)} paired tests, corrected by Holm: p < 0.05 in {listed(passed)}."
-    return f"{text} Alone, also in {listed(alone)}." if alone else text
+    alone = [test for test in tests if tests[test] < 0.05 and test not in passed]
+    names = "; ".join(f"{row} ({key})" for row, key in passed) or "none"
+    text = f"{len(ranked)} paired tests, corrected by Holm: p < 0.05 in {names}."
+    names = "; ".join(f"{row} ({key}: {tests[row, key]:.3f})" for row, key in alone)
+    return f"{text} Alone, also in {names}." if alone else text
 
 
 def differences(columns: dict[str, str], gaps: Rows, tested: Sequence[str]) -> str:
@@ -311,9 +318,7 @@ def draw(file: Path, panels: dict[str, Curves], x_label: str) -> None:
             axis.fill_between(xs, low, high, color=color, alpha=0.2, lw=0)
         axis.set_title(title, fontsize="medium")
         axis.set_xlabel(x_label)
-    picture.legend(
-        lines.values(), lines, loc="outside lower center", ncols=len(panels), fontsize="small"
-    )
+    picture.legend(lines.values(), lines, loc="outside lower center", ncols=len(panels))
     picture.savefig(file, dpi=200)
 
 
@@ -380,6 +385,6 @@ def main(doc: str, measure: Measure, curves: Sequence[str], parts: dict[str, Par
                 steps = read_metrics(folder)
                 kept = {name: [short(step.get(name)) for step in steps] for name in curves}
                 numbers = line(run.row, run.seed, measure(folder))
-                flags = {"flags": " ".join(run.flags.split()), "base": base_of(run)}
+                flags = {"flags": " ".join(run.flags.split()), "base": run.whole_base()}
                 made.append(numbers | flags | {"steps": kept})
     finish(args, made, parts)

@@ -41,24 +41,27 @@ def test_the_tables_are_those_of_the_committed_data(file, tmp_path):
     assert made.count("| n |") > 0 and {line for line in shown if line} <= set(made.splitlines())
 
 
-def test_a_row_of_numbers_on_the_page_is_a_row_of_the_results():
-    """In tables that have the number n of runs: each column of the page is one of a row there."""
-    tables = [block.splitlines() for block in PAGE.split("\n\n") if block.startswith("|  | n |")]
-    assert len(tables) > 5
-    for line in [line for table in tables for line in table[2:]]:
-        assert any(has_row(line, other) for other in TABLES.splitlines()), line
+def rows_of(text: str) -> list[dict[str, str]]:
+    """The rows of the tables that have n, the number of runs: column -> cell."""
+    found = []
+    for block in [part.splitlines() for part in text.split("\n\n") if part.startswith("|  | n |")]:
+        heading, _, *lines = [line.strip("|").split("|") for line in block]
+        found += [{k.strip(): v.strip() for k, v in zip(heading, line)} for line in lines]
+    return found
 
 
-def has_row(line: str, other: str) -> bool:
-    """The same row, perhaps with more columns in `other`."""
-    cells, others = (each.strip("| ").split(" | ") for each in (line, other))
-    rest = iter(others)
-    return cells[:2] == others[:2] and all(cell in rest for cell in cells)
+def test_the_rows_of_the_page_are_rows_of_the_results():
+    """The page may leave out columns."""
+    shown, made = rows_of(PAGE), rows_of(TABLES)
+    assert len(shown) > 25
+    for row in shown:
+        assert any(row.items() <= other.items() for other in made), row
 
 
-def test_the_readme_repeats_numbers_of_the_tables():
+def test_the_pages_repeat_numbers_of_the_tables():
     """Perhaps with the other sign."""
-    for number in re.findall(r"\d[\d.]* ± \d+\.\d+", (ROOT / "README.md").read_text() + PAGE):
+    readme = (ROOT / "README.md").read_text()
+    for number in re.findall(r"\d[\d.]* ± \d+\.\d+", " ".join((readme + PAGE).split())):
         assert number in TABLES + EARLIER, number
 
 
@@ -112,6 +115,18 @@ def test_every_planned_run_is_one_of_stapo(part, monkeypatch):
         cfg = parse_flags(stapo.Config, "", each.split())
         stapo.check_flags(cfg)
         load_reward(cfg.reward)
+
+
+def test_seeds_replace_those_of_each_row(monkeypatch, tmp_path):
+    """Each row is run with each of them, and what a run begins from follows its seed."""
+    made = []
+    monkeypatch.setattr(runs, "make_all", lambda plan, *_: made.extend(plan))
+    flags = f"--only criterion --seeds 30 31 --results {tmp_path}/x.jsonl --output {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["drift.py", *flags.split()])
+    runs.main("", drift.measure, [], drift.PARTS)
+    rows = [(row, seed) for row in sorted(drift.CRITERION) for seed in (30, 31)]
+    assert sorted((run.row, run.seed) for run in made) == rows
+    assert all(run.whole_base().endswith(f"--seed {run.seed}") for run in made)
 
 
 def test_rewards_by_chance_pay_as_often_as_they_say():
