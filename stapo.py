@@ -1,8 +1,8 @@
 """Train a language model with STAPO, Spurious-Token-Aware Policy Optimization (arXiv 2602.15620).
 
-    python stapo.py @tests/tiny/args                             # two minutes, one CPU thread
-    python stapo.py --model Qwen/Qwen3-1.7B-Base                 # one night, one GPU of 80 GB
-    torchrun --nproc-per-node 8 --shutdown-timeout 3600 stapo.py @recipes/paper-1.7b    # eight GPUs
+    python stapo.py @tests/tiny/args                # one to three minutes on one CPU thread
+    python stapo.py --model Qwen/Qwen3-1.7B-Base    # one GPU of 80 GB; a night, by an estimate
+    torchrun --nproc-per-node 8 --shutdown-timeout 3600 stapo.py @recipes/paper-1.7b
 
 Algorithm 1 of the paper, and the function that does each of its lines:
 
@@ -27,6 +27,7 @@ tests/test_paper.py repeats Algorithm 1 in plain code. tests/test_distributed.py
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import os
@@ -804,7 +805,7 @@ def update_metrics(
 
 @dataclass(frozen=True)  # --resume takes the flags of config.json, which is written at the start
 class Config:
-    """All flags of training. The defaults are sized for one night on one GPU of 80 GB.
+    """All flags of training. By an estimate the defaults take a night on one GPU of 80 GB.
 
     tau_p, q, the clip range, G, the learning rate and four updates to a step are the paper's. If a
     default is not the paper's, its help has the paper's value. recipes/paper-1.7b has every value
@@ -887,6 +888,8 @@ def check_flags(cfg: Config) -> None:
             raise InputError(f"--{name} {getattr(cfg, name)}: {why}")
 
     need("method", cfg.method in METHODS, f"not one of {', '.join(METHODS)}")
+    tracker = not cfg.report_to or importlib.util.find_spec(cfg.report_to)
+    need("report_to", tracker, f"not installed; pip install {cfg.report_to}")
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
@@ -988,8 +991,8 @@ def train(cfg: Config) -> None:
             if number > cfg.steps or stop.asked():
                 break
             lr = cfg.lr * min(1, number / max(1, cfg.warmup_steps))
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            for group in optimizer.param_groups:  # the flags win over those of a checkpoint
+                group.update(lr=lr, weight_decay=cfg.weight_decay)
             step = train_step(policy, reference, optimizer, task, number, cfg)
             line = {"step": number, "lr": lr} | step_metrics(step, cfg.tau_p)
             run.end_step(line, step.samples[: cfg.log_samples])

@@ -16,7 +16,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from support import InputError, installed, ranks
+from support import installed, ranks
 from support.ranks import rank
 
 
@@ -41,35 +41,28 @@ class Tracker:
     """
 
     def __init__(self, kind: str, folder: Path, name: str, step: int, flags: dict) -> None:
-        self.kind, self.run = kind, None
-        if not kind or rank() > 0:
-            return
-        try:
-            if kind == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
+        self.kind = kind if rank() == 0 else ""
+        if self.kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
 
-                self.run = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
-            else:
-                more = {"id": name} if kind == "wandb" else {}
-                tracker = importlib.import_module(kind)
-                self.run = tracker.init(
-                    project="stapo", name=name, resume="allow", config=flags, **more
-                )
-        except ImportError as error:
-            raise InputError(f"--report_to {kind}: pip install {kind} ({error})") from error
+            self.run = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+        elif self.kind:
+            options = {"name": name, "resume": "allow", "config": flags}
+            options |= {"id": name} if kind == "wandb" else {}
+            self.run = importlib.import_module(kind).init(project="stapo", **options)
 
     def send(self, step: int, numbers: dict[str, Any]) -> None:
         numbers = {name: value for name, value in numbers.items() if value is not None}
-        if self.run and self.kind == "tensorboard":
+        if self.kind == "tensorboard":
             for name, value in numbers.items():
                 self.run.add_scalar(name, value, step)
             self.run.flush()
-        elif self.run:
+        elif self.kind:
             self.run.log(numbers, step=step)
 
     def finish(self) -> None:
-        if self.run:
-            self.run.close() if self.kind == "tensorboard" else self.run.finish()
+        if self.kind in ("wandb", "trackio"):
+            self.run.finish()
 
 
 def report_environment() -> None:
