@@ -1,14 +1,13 @@
 """What pytest gives to the tests: one thread, the CPU, the tiny model, random models."""
 
 import copy
-import signal
 
 import pytest
 import torch
 from helpers import TINY, make_random_model
 
 from rollout import load_model, load_tokenizer
-from support import distributed
+from support import ranks
 
 torch.set_num_threads(1)
 
@@ -23,16 +22,7 @@ def pytest_terminal_summary(terminalreporter, config):
 def on_the_cpu(request, monkeypatch):
     """Without the marker `gpu` a test runs on the CPU, also where there is a GPU: same numbers."""
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(distributed, "device", lambda: torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before():
-    """A test that leaves them swallowed would swallow the Ctrl-C that ends the tests."""
-    handlers = [(number, signal.getsignal(number)) for number in distributed.STOP_SIGNALS]
-    yield
-    for handler in handlers:
-        signal.signal(*handler)
+        monkeypatch.setattr(ranks, "device", lambda: torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

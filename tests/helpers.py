@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import stapo
 from rollout import Response, TokenStats, pad_batch
-from support.run_folder import checkpoints
+from support.run import checkpoints
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
@@ -207,6 +207,11 @@ class Page(HTMLParser):
 
 def fused_norms(model) -> int:
     return sum(type(module) is torch.nn.RMSNorm for module in model.modules())
+
+
+def in_order(sampled) -> list[Response]:
+    """The responses that `sample` yields, in the order of their prompts."""
+    return [response for _, response in sorted(sampled)]
 
 
 def random_prompts(count: int, longest: int) -> list[list[int]]:

@@ -4,12 +4,10 @@
 imported torch, transformers and datasets once.
 """
 
-import contextlib
 import json
 import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -21,9 +19,7 @@ import torch
 import rollout
 import stapo
 from rollout import Response
-from support import distributed
-from support.errors import InputError
-from support.stop import Stopped
+from support import InputError, ranks
 
 ROOT = Path(__file__).parent.parent
 PROMPTS, GROUP = 8, 4
@@ -89,19 +85,16 @@ def child(rank: int, world: int, port: int, log: str, worker: Callable, args: tu
 
 # ---------------------------------------------------------------------------------- canned rollouts
 
-# case: (flags, places in the batch whose groups learn nothing, numbers of ranks)
+# case: (flags, numbers of ranks)
 CASES = {
-    "stapo": ("--method stapo --steps 2", "", (1, 4)),
-    "all-tokens": ("--quantile_over all --tokens_per_micro_batch 1", "", (1, 2)),
-    "20-entropy": ("--method 20-entropy", "", (1, 2)),
-    "grpo": ("--method grpo --beta 0.1", "", (1, 2)),
-    "untied": ("--model {folder}/untied --gradient_checkpointing True", "", (1, 2)),
-    "idle-ranks": ("--method stapo", "0145", (1, 4)),  # two ranks' groups all have A = 0
-    "nothing-to-learn": ("--method stapo", "01234567", (1, 2)),
-    "early-end": ("--method random", "", (1, 4)),  # one rank's responses are a token or none
-    "poisoned": ("--method stapo", "", (1, 2)),  # one rank's loss is NaN in mini-batch 1
-    "stopped": ("--method stapo --steps 2", "", (1, 4)),  # one rank's wish amid step 1's updates
-    "moved": ("", "", (1, 2)),  # goes on with what `stopped` has left on four ranks
+    "stapo": ("--method stapo --steps 2 --save_every 1", (1, 4)),
+    # two of four ranks have no response with an advantage
+    "idle-ranks": ("--method random --tokens_per_micro_batch 1", (1, 4)),
+    # the model has a head of its own, and its activations are computed again
+    "grpo": ("--method grpo --beta 0.1 --model {folder}/untied --gradient_checkpointing", (1, 2)),
+    # one rank's responses are a token or none, and in the first mini-batch its loss is NaN
+    "poisoned": ("--method 20-entropy", (1, 2)),
+    "moved": ("", (1, 2)),  # goes on with what `stapo` has left of its first step on four ranks
 }
 
 
@@ -117,10 +110,10 @@ def canned_rollouts(case: str) -> list[list[Response]]:
         group = []
         for member in range(GROUP):
             length = draw(30)
-            if case == "early-end" and place in (0, 4):
+            if case == "poisoned" and place in (0, 4):
                 length = member % 2
             ids = [2 + draw(90) for _ in range(length)]
-            right = str(place) in CASES[case][1] or member <= place % 3
+            right = case == "idle-ranks" and place in (0, 1, 4, 5) or member <= place % 3
             group.append(Response([], ids, False, "1" if right else "-1"))
         canned.append(group)
     return canned
@@ -131,21 +124,21 @@ def train_on_canned_rollouts(folder: Path) -> None:
 
     The folder holds the models `tied` and `untied`, problems.jsonl and own.py. Each rank writes
     world<N>-<case>.<rank>.pt there: the gradients of every optimiser step, the last first moments
-    of AdamW, the metrics, and what each update has returned.
+    of AdamW, and the metrics.
     """
-    distributed.start()
-    for case, (_, _, worlds) in CASES.items():
-        if distributed.world_size() in worlds:
-            run(case, folder)
-    distributed.finish()
+    with ranks.session("ranks.py"):
+        for case, (_, worlds) in CASES.items():
+            if ranks.world_size() in worlds:
+                run(case, folder)
 
 
 def run(case: str, folder: Path) -> None:
-    world, rank = distributed.world_size(), distributed.rank()
-    canned, seen = canned_rollouts(case), {"gradients": [], "moments": [], "updates": []}
+    world, rank = ranks.world_size(), ranks.rank()
+    canned, seen = canned_rollouts(case), {"gradients": [], "moments": []}
     texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
     output = folder / f"world{world}-{case}"
     steps = iter([2] if case == "moved" else [1, 2])
+    updates = []
 
     def sample(model, tokenizer, prompts, **_):
         """The response that belongs to each prompt's place in the batch."""
@@ -153,7 +146,7 @@ def run(case: str, folder: Path) -> None:
         numbers = [tokenizer(text + "\n").input_ids for text in texts]
         places = [order.index(numbers.index(prompt)) for prompt in prompts]
         rows = [canned[place][row % GROUP] for row, place in enumerate(places)]
-        yield [(i, Response(prompts[i], r.ids, False, r.text)) for i, r in enumerate(rows)]
+        yield from ((i, Response(prompts[i], r.ids, False, r.text)) for i, r in enumerate(rows))
 
     class Recorder(torch.optim.AdamW):
         def step(self, **options):
@@ -164,40 +157,31 @@ def run(case: str, folder: Path) -> None:
             moments = [self.state[p]["exp_avg"] for p in parameters]
             seen["gradients"].append([whole(p.grad) for p in parameters])
             seen["moments"] = [whole(moment) for moment in moments]
-            if case == "stopped" and len(seen["gradients"]) == 1 and rank == world - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
 
     def update(*args):
         """With NaN in the last rank's loss in the first mini-batch of `poisoned`."""
-        if case == "poisoned" and rank == world - 1 and not seen["updates"]:
-            stapo.clipped_loss = lambda *tensors, **_: clipped_loss(*tensors) * float("nan")
-        seen["updates"].append(real_update(*args))
+        if case == "poisoned" and rank == world - 1 and not updates:
+            stapo.clipped_loss = lambda *args, **more: clipped_loss(*args, **more) * float("nan")
+        updates.append(real_update(*args))
         stapo.clipped_loss = clipped_loss
-        return seen["updates"][-1]
+        return updates[-1]
 
     flags = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --reward {folder}/own.py:value --batch_size {PROMPTS} --mini_batch_size 4 --lr 1e-6
         --group_size {GROUP} --max_new_tokens 30 --warmup_steps 0 --save_every 0
         --gradient_checkpointing False --tokens_per_micro_batch 300 --output {output} """
-    again = ["--resume", str(output)]
     flags = (flags + CASES[case][0].format(folder=folder)).split()
     if case == "moved":
         if rank == 0:
-            shutil.copytree(folder / "left-by-four", output)
-        flags = again
-    distributed.barrier()
+            shutil.copytree(folder / "world4-stapo", output)
+            shutil.rmtree(output / "checkpoints" / "step_000002")
+        flags = ["--resume", str(output)]
+    ranks.barrier()
     cfg = stapo.parse_flags(stapo.Config, "", flags)
     clipped_loss, real_update = stapo.clipped_loss, stapo.update
     adamw, sampler = torch.optim.AdamW, stapo.sample
     stapo.update, torch.optim.AdamW, stapo.sample = update, Recorder, sample
-    with contextlib.suppress(Stopped):
-        stapo.train(cfg)
-    if case == "stopped":  # after step 1, whose second update was finished
-        assert len(seen["gradients"]) == 2
-        if world == 4 and rank == 0:
-            shutil.copytree(output, folder / "left-by-four")
-        distributed.barrier()
-        stapo.train(stapo.parse_flags(stapo.Config, "", again))
+    stapo.train(cfg)
     stapo.update, torch.optim.AdamW, stapo.sample = real_update, adamw, sampler
     seen["metrics"] = [json.loads(line) for line in open(output / "metrics.jsonl")]
     torch.save(seen, f"{output}.{rank}.pt")
@@ -216,8 +200,7 @@ def fail_in(place: str, folder: Path) -> None:
 
     One rank fails in one of the places, or the flags are wrong.
     """
-
-    errors = {"update": ConnectionError, "reward_all": SystemExit}  # sys.exit("...") of a reward
+    errors = {"update": ConnectionError, "load_reward": SystemExit}  # sys.exit("...") of a reward
 
     def fail(*args, **options):
         raise errors.get(place, InputError)(f"a failure in the {place}")
@@ -225,7 +208,7 @@ def fail_in(place: str, folder: Path) -> None:
     torch.distributed.destroy_process_group = lambda *_: time.sleep(1000)
     if place == "model" and os.environ["RANK"] == "0":
         rollout.load_model = fail
-    if os.environ["RANK"] == "1" and place in ("update", "load_reward", "reward_all"):
+    if os.environ["RANK"] == "1" and place in errors:
         setattr(stapo, place, fail)
     stapo.main(
         f"""@tests/tiny/args --data tests/tiny/test.jsonl --steps 3 --batch_size 6

@@ -5,35 +5,36 @@ import shutil
 from pathlib import Path
 
 import torch
-from helpers import TINY, fused_norms
+from helpers import TINY, fused_norms, in_order
 from ranks import launch
 
 import rollout
-from support import distributed
+from support import ranks
 from support.head import Float32Head
+from support.models import gathered
 
 
 def worker(folder: Path) -> None:
     """Rollouts from a sharded model, and a gradient after each; the errors are this process's."""
-    distributed.start()
+    ranks.start()
     tokenizer, plain = rollout.load_tokenizer(str(TINY)), rollout.load_model(str(folder))
-    if distributed.rank() > 0:
+    if ranks.rank() > 0:
         rollout.load_model = None  # the others are sent their shards
     policy = rollout.load_policy(str(folder), gradient_checkpointing=True)
     policy.train()
     rows = [torch.arange(20, 60).view(2, 20) + rank for rank in range(2)]
     mask = torch.ones(2, 20, dtype=torch.bool)
     # ragged: ranks that gathered anew at each token would wait for each other
-    prompts = [[20, 21 + i] for i in range(6 + distributed.rank())]
-    options = {"max_new_tokens": 12, "batch_size": 4, "seed": distributed.rank()}
+    prompts = [[20, 21 + i] for i in range(6 + ranks.rank())]
+    options = {"max_new_tokens": 12, "batch_size": 4, "seed": ranks.rank()}
     for fails in (True, False):  # before the first update and after one
-        with contextlib.suppress(InterruptedError), distributed.gathered(policy) as twin:
+        with contextlib.suppress(InterruptedError), gathered(policy) as twin:
             assert twin.device == policy.model.device and twin.dtype == torch.float32
             assert fused_norms(twin) == fused_norms(policy) == fused_norms(plain) > 0
             assert rollout.stop_ids(twin, tokenizer) == [0, 3]  # on every rank
             assert type(twin.lm_head) is type(policy.model.lm_head) is Float32Head
             ours, theirs = (
-                rollout.in_order(rollout.sample(model, tokenizer, prompts, **options))
+                in_order(rollout.sample(model, tokenizer, prompts, **options))
                 for model in (twin, plain)
             )
             assert [r.ids for r in ours] == [r.ids for r in theirs]
@@ -41,7 +42,7 @@ def worker(folder: Path) -> None:
                 raise InterruptedError
         assert all(hasattr(p, "to_local") for p in policy.parameters())  # shards again
         policy.zero_grad(), plain.zero_grad()
-        policy(rows[distributed.rank()], mask).logp.sum().backward()
+        policy(rows[ranks.rank()], mask).logp.sum().backward()
         for ids in rows:
             (rollout.Policy(plain)(ids, mask).logp.sum() / 2).backward()
         for p, expected in zip(policy.parameters(), plain.parameters(), strict=True):
@@ -50,7 +51,7 @@ def worker(folder: Path) -> None:
         with torch.no_grad():  # the twin of the next round has to see this
             for parameter in (*policy.parameters(), *plain.parameters()):
                 parameter.mul_(1.25)
-    distributed.finish()
+    torch.distributed.destroy_process_group()
 
 
 def test_samples_and_gradients_are_those_of_a_whole_model(tmp_path):
