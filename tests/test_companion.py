@@ -7,24 +7,15 @@ import types
 
 import pytest
 import torch
-from helpers import ROOT, TINY, example, run
+from helpers import ROOT, TINY, example, in_order, run
 from ranks import launch
 from reference import drawn, row_stats
 
 import stapo
 from reward import load_reward
-from rollout import (
-    Policy,
-    Response,
-    encode_prompt,
-    in_order,
-    load_model,
-    pad_batch,
-    sample,
-    sampling_gap,
-)
+from rollout import Policy, Response, encode_prompt, load_model, pad_batch, sample, sampling_gap
 from stapo import clipped_loss, group_advantages, spurious_mask, stapo_loss
-from support import distributed
+from support import ranks
 
 
 def test_the_copied_section_needs_torch_alone(tmp_path):
@@ -76,15 +67,15 @@ def test_statistics_example():
 
 def two_passes_on_ranks(folder) -> None:
     """This rank's rows of the mini-batch; the gradient is averaged as FSDP and DDP average."""
-    distributed.start()
-    names, rank, world = mini_batch(), distributed.rank(), distributed.world_size()
+    ranks.start()
+    names, rank, world = mini_batch(), ranks.rank(), ranks.world_size()
     for name in ("ids", "is_response", "mask", "old_logp", "advantages"):
         names[name] = names[name][rank::world]
     passes = re.sub(r"silenced, .*\n.*\n.*\n", example("ranks"), example("two-passes"))
     gradient = gradient_of(passes, names) / world
     torch.distributed.all_reduce(gradient)
     torch.save(gradient, f"{folder}/gradient.pt")
-    distributed.finish()
+    torch.distributed.destroy_process_group()
 
 
 def test_an_update_is_the_same_in_one_call_in_two_passes_and_on_three_ranks(tmp_path):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import TINY, in_order
 
 import stapo
-from rollout import Policy, in_order, pad_batch, sample, sampling_gap
-from support.problems import load_problems
+from rollout import Policy, pad_batch, sample, sampling_gap
+from support.data import load_problems
 
 
 def scored(model, tokenizer, responses: int, **options):
