@@ -1,0 +1,193 @@
+"""However a run ends, --resume gives what an uninterrupted run gives; and flags beside --resume."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from helpers import FLAGS, ROOT, TINY, lines, refused, run, weights, write_rows
+from ranks import launch
+
+import stapo
+from support.run import checkpoints
+
+# A reward to which something happens once, at one of its calls on the last rank.
+OWN = """import os, signal, time
+from pathlib import Path
+calls = []
+def letters(response, row):
+    calls.append(1)
+    happening = Path(__file__).with_name("happening")
+    last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    if happening.exists() and len(calls) == NUMBER and last:
+        text = happening.read_text()
+        happening.unlink()
+        exec(text)
+    return len(response) % row["scale"]
+"""
+STOP = (
+    "for each in 'TERM', 'TERM', 'INT', 'HUP': os.kill(os.getpid(), signal.Signals['SIG' + each])"
+)
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def flags(folder: Path, number: int = 0, happening: str = "") -> str:
+    """Four steps of 16 responses each, and evaluations of 8 before step 1, after 2 and after 4.
+
+    Both are rewarded by OWN. A gold has a character that ends a line, but not a line of a file.
+    """
+    rows = [{"problem": f"Q: {i}+1=?", "answer": "7\u20288", "scale": 2 + i} for i in range(6)]
+    data = write_rows(folder / "problems.jsonl", *rows)
+    (folder / "own.py").write_text(OWN.replace("NUMBER", str(number)))
+    if happening:
+        (folder / "happening").write_text(happening)
+    return f"""{FLAGS} --steps 4 --data {data} --reward {folder}/own.py:letters --eval_every 2
+        --eval_benchmarks {data} --eval_samples 2 --eval_limit 4 --method full-mask --tau_p 0.9"""
+
+
+def left(output: Path) -> tuple:
+    """What two runs of the same flags have in common."""
+    texts = {file.name: file.read_bytes() for file in output.glob("evaluations/*")}
+    return texts, (output / "samples.jsonl").read_bytes(), lines(output), weights(output)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What an uninterrupted run leaves."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder / "run", flags(folder))
+    return left(folder / "run")
+
+
+@pytest.mark.parametrize(
+    "number, happening, code, steps, said",
+    [
+        (3, STOP, 130, [], "stopped after step 0 of 4; continue with"),  # in the first evaluation
+        (51, STOP, 130, [2, 3], "stopped after step 3 of 4; continue with"),
+        (35, STOP, 130, [2], "stopped after step 2 of 4, before its evaluation; continue with"),
+        (43, "raise ValueError", 1, [2], r"stapo.py: --reward .*: ValueError\(\) at .*, line 1"),
+        (67, KILL, -9, [2], "step 3 of 4: "),  # step 3 has no checkpoint
+        (51, "os.chdir('/')", 0, [2, 4], "the run is in "),
+    ],
+)
+def test_what_goes_on_equals_what_was_never_interrupted(
+    whole, tmp_path, number, happening, code, steps, said
+):
+    """In an evaluation, in a step; by signals that are repeated, a reward that fails, a kill.
+
+    A stop waits for the end of the step. --output is relative: a reward may change the directory.
+    """
+    output = tmp_path / "run"
+    argv = flags(tmp_path, number, happening).split()
+    argv += ["--output", os.path.relpath(output, ROOT)]
+    assert launch(stapo.main, 1, tmp_path / "log", argv) == [code]
+    log = (tmp_path / "log.0").read_text()
+    assert re.search(said, log), log
+    assert log.count("stopping after this step") == (code == 130)
+    assert [path.name for path in checkpoints(output)] == [f"step_00000{n}" for n in steps]
+    # What a kill can leave: a torn line, and half of a checkpoint.
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "acc')
+    (output / "checkpoints" / "step_000007.partial" / "trainer").mkdir(parents=True)
+    stapo.main(["--resume", str(output)])
+    assert left(output) == whole
+    assert not list(output.glob("checkpoints/*.partial"))
+
+
+def test_a_stop_on_one_of_two_ranks_ends_both_after_the_step(tmp_path):
+    argv = flags(tmp_path, 3, STOP).split()[:-4] + ["--eval_every", "0"]
+    argv += ["--output", str(tmp_path / "run")]
+    assert launch(stapo.main, 2, tmp_path / "log", argv, timeout=60) == [130, 130]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000001"]
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1]
+
+
+def test_signals_are_as_before_after_a_run(tmp_path):
+    """Also if it was stopped. Within it nohup's SIGHUP stays ignored, and SIGTERM ends a child."""
+    reward = """child = os.fork()
+if child == 0:
+    time.sleep(100)
+os.kill(os.getpid(), signal.SIGHUP)
+os.kill(child, signal.SIGTERM)
+assert os.waitpid(child, 0)[1] == signal.SIGTERM
+"""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = [signal.getsignal(number) for number in numbers]
+    mine = [signal.default_int_handler, lambda *_: None, signal.SIG_IGN]
+    try:
+        for number, handler in zip(numbers, mine):
+            signal.signal(number, handler)
+        run(tmp_path / "run", flags(tmp_path, 27, reward) + " --steps 1 --eval_every 0")
+        assert [signal.getsignal(number) for number in numbers] == mine
+        with pytest.raises(SystemExit, match="^130$"):
+            run(tmp_path / "stopped", flags(tmp_path, 3, STOP) + " --eval_every 0")
+        assert [signal.getsignal(number) for number in numbers] == mine
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------- flags beside --resume
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps, saved at the end: tests continue a copy of it."""
+    output = tmp_path_factory.mktemp("runs") / "finished"
+    run(output, "--method full-mask --seed 3 --max_prompt_tokens 20")
+    return output
+
+
+def test_flags_beside_resume_win_and_are_kept_with_their_step(finished, tmp_path, capsys):
+    """The run is by a version that has no --beta yet."""
+    output = shutil.copytree(finished, tmp_path / "run")
+    config = json.loads((output / "config.json").read_text())
+    del config["beta"]
+    (output / "config.json").write_text(json.dumps(config))
+    stapo.main(f"--resume {output} --steps 3 --tau_p 0.01 --seed 3".split())
+    err = capsys.readouterr().err
+    assert "\nchanged after step 2: tau_p 0.002 -> 0.01, steps 2 -> 3\n" in err
+    assert "step 3 of 3" in err
+    stapo.main(f"--resume {output} --tau_p 0.1 --steps 3".split())
+    config = json.loads((output / "config.json").read_text())
+    assert config["changes"] == [
+        {"step": 2, "tau_p": [0.002, 0.01], "steps": [2, 3]},
+        {"step": 3, "tau_p": [0.01, 0.1]},
+    ]
+    assert (config["method"], config["seed"], config["steps"]) == ("full-mask", 3, 3)
+    assert [line["step"] for line in lines(output)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        ("--data {folder}/other.jsonl", "--data {folder}/other.jsonl: not the problems"),
+        ("--reward scripts/rewards.py:dapo", "--reward scripts/rewards.py:dapo: not the problems"),
+        ("--max_prompt_tokens 13", "--max_prompt_tokens 13: not the problems"),
+        ("--instruction 1", "--instruction 1: not the problems"),
+        ("--chat_template none", "--chat_template none: a checkpoint keeps its template"),
+    ],
+)
+def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys, given, names):
+    text = (TINY / "test.jsonl").read_text().replace('"answer": "', '"answer": "1', 1)
+    (tmp_path / "other.jsonl").write_text(text)
+    before = {file: file.read_bytes() for file in finished.glob("*.json*")}
+    message = refused(capsys, f"--resume {finished} --steps 3 {given.format(folder=tmp_path)}")
+    assert f"stapo.py: {names.format(folder=tmp_path)}" in message
+    assert before == {file: file.read_bytes() for file in finished.glob("*.json*")}
+
+
+def test_the_model_and_the_data_may_move(finished, tmp_path):
+    """The checkpoint has tokenizer and config. Another text of the same problems is no change."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    data = shutil.copy(TINY / "test.jsonl", tmp_path / "data.jsonl")
+    more = f"--method full-mask --seed 3 --max_prompt_tokens 20 --model {model} --data {data}"
+    run(tmp_path / "run", f"{more} --steps 1")
+    shutil.rmtree(model)
+    os.remove(data)
+    stapo.main(f"--steps 2 --data {TINY}/test.jsonl --resume {tmp_path}/run".split())
+    assert lines(tmp_path / "run") == lines(finished)
+    assert weights(tmp_path / "run") == weights(finished)
