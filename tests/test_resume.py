@@ -70,7 +70,7 @@ def whole(tmp_path_factory):
         (35, STOP, 130, [2], "stopped after step 2 of 4, before its evaluation; continue with"),
         (43, "raise ValueError", 1, [2], r"stapo.py: --reward .*: ValueError\(\) at .*, line 1"),
         (67, KILL, -9, [2], "step 3 of 4: "),  # step 3 has no checkpoint
-        (51, "os.chdir('/')", 0, [2, 4], "the run is in "),
+        (51, "os.chdir(Path(__file__).parent)", 0, [2, 4], "the run is in "),
     ],
 )
 def test_what_goes_on_equals_what_was_never_interrupted(
@@ -107,10 +107,14 @@ def test_a_stop_on_one_of_two_ranks_ends_both_after_the_step(tmp_path):
 
 def test_signals_are_as_before_after_a_run(tmp_path):
     """Also if it was stopped. Within it nohup's SIGHUP stays ignored, and SIGTERM ends a child."""
-    reward = """child = os.fork()
+    reward = """os.kill(os.getpid(), signal.SIGHUP)
+reader, writer = os.pipe()
+child = os.fork()
 if child == 0:
-    time.sleep(100)
-os.kill(os.getpid(), signal.SIGHUP)
+    os.write(writer, b"ready")
+    time.sleep(9)
+    os._exit(0)
+os.read(reader, 5)
 os.kill(child, signal.SIGTERM)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
 """
@@ -120,7 +124,7 @@ assert os.waitpid(child, 0)[1] == signal.SIGTERM
     try:
         for number, handler in zip(numbers, mine):
             signal.signal(number, handler)
-        run(tmp_path / "run", flags(tmp_path, 27, reward) + " --steps 1 --eval_every 0")
+        run(tmp_path / "run", flags(tmp_path, 3, reward) + " --steps 2 --eval_every 0")
         assert [signal.getsignal(number) for number in numbers] == mine
         with pytest.raises(SystemExit, match="^130$"):
             run(tmp_path / "stopped", flags(tmp_path, 3, STOP) + " --eval_every 0")
