@@ -387,16 +387,17 @@ def stored_rows(folder: Path, cfg: EvalConfig, made_from: dict[str, Any]) -> Row
     file = folder / "flags.json"
     if not file.exists():
         must_be_empty(folder, "name")
-    stored = json.loads(file.read_text("utf-8"))["made_from"] if file.exists() else {}
+    rows = {}
+    for row in itertools.chain(*map(read_lines, folder.glob("responses.rank*.jsonl"))):
+        rows[Key(*(row.pop(name) for name in Key._fields))] = row
+    # A command that was refused has left flags and no responses.
+    stored = json.loads(file.read_text("utf-8"))["made_from"] if rows else {}
     for name, value in made_from.items():
         if stored.get(name, value) != value:
             what = f"{folder} holds responses that were made with another one"
             raise InputError(f"{name}: {what}; name another --output")
     document = {"flags": asdict(cfg), "made_from": stored | made_from}
     write_whole(file, json.dumps(document, indent=2) + "\n")
-    rows = {}
-    for row in itertools.chain(*map(read_lines, folder.glob("responses.rank*.jsonl"))):
-        rows[Key(*(row.pop(name) for name in Key._fields))] = row
     return rows
 
 
