@@ -15,6 +15,9 @@ import pytest
 import torch
 from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights, write_rows
 from ranks import begin
+from support.errors import InputError
+from support.problems import load_problems
+from support.run_folder import checkpoints, step_of
 from transformers import Qwen3Config
 
 import eval as evaluation
@@ -23,9 +26,6 @@ import stapo
 from rollout import load_policy, load_tokenizer
 from support import distributed, files, progress, run_folder, versions
 from support import stop as stopping
-from support.errors import InputError
-from support.problems import load_problems
-from support.run_folder import checkpoints, step_of
 
 # ------------------------------------------------------------------------------------- resuming
 

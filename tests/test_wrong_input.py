@@ -1,0 +1,193 @@
+"""Wrong flags, files, rows, models and directories: one clear line, and nothing is written over."""
+
+import math
+import re
+import shutil
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from helpers import FLAGS, SHAPE, TINY, refused, run, write_rows
+
+import eval as evaluation
+import rollout
+from rollout import load_policy
+from support import InputError, models, ranks
+from support.data import load_problems
+
+TRAINING = r"""
+--method ppo | --method ppo: not one of stapo, justrl
+--group_size 1 | --group_size 1: an advantage needs
+--keep_last -1 | --keep_last -1: must be at least 1
+--batch_size 5 | --batch_size 5: not a multiple of --mini_batch_size 2
+--max_prompt_tokens 1 | --max_prompt_tokens 1: every prompt is longer
+--model no/such/model | no/such/model: no tokenizer there
+--model {}/shell --max_new_tokens 4090 | --max_new_tokens 4090: the longest .* at most
+--eval_every 1 --eval_benchmarks {}/long.jsonl | --max_new_tokens 40: the longest
+--data nowhere.jsonl | nowhere.jsonl: no such file
+--data {}/torn.jsonl | torn.jsonl: line 1 is not JSON
+--data {}/t.jsonl.gz | t.jsonl.gz: is no .jsonl, .json, .parquet file; unpack or convert it
+--reward nowhere.py:f | --reward nowhere.py:f: nowhere.py is no Python file
+--chat_template {} | --chat_template {}: no text there
+--resume {}/mistyped | mistyped: holds no run
+--resume {}/model | model: holds no run
+--resume {}/run/checkpoints/step_000001 | give its run, {}/run$
+--resume {}/run | run: holds no checkpoint; start anew in another --output
+--output {}/run | --output {}/run: holds checkpoints; continue a run with --resume
+--output {}/model | --output {}/model: holds
+@{}/nowhere | No such file
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the flags name: files, a model, one without weights, a run without its checkpoint."""
+    folder = tmp_path_factory.mktemp("input")
+    (folder / "torn.jsonl").write_text('{"problem": "1+1", "ans')
+    (folder / "t.jsonl.gz").write_bytes(b"\x1f\x8b")
+    write_rows(folder / "long.jsonl", {"problem": "1+" * 5000, "answer": "2"})
+    write_rows(folder / "good.jsonl", {"problem": "1+1", "answer": "2"})
+    shutil.copytree(TINY, folder / "model")
+    shutil.copytree(TINY, folder / "shell", ignore=lambda *_: ["model.safetensors"])
+    run(folder / "run", "--steps 1")
+    shutil.rmtree(folder / "run" / "checkpoints" / "step_000001")
+    return folder
+
+
+def contents(folder) -> dict:
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("row", TRAINING.strip().splitlines())
+def test_stapo_py(folder, tmp_path, capsys, row):
+    flags, message = row.replace("{}", str(folder)).split(" | ")
+    before = contents(folder)
+    given = flags if "--resume" in flags else f"{FLAGS} --output {tmp_path}/run {flags}"
+    line = refused(capsys, given).strip().splitlines()[-1]
+    assert re.search(message, line), line
+    assert contents(folder) == before
+
+
+EVALUATION = r"""
+--benchmarks aime26 | benchmark aime26: neither a .jsonl, .json, .parquet file nor one of aime24,
+--benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
+--benchmarks {}/t.jsonl.gz | t.jsonl.gz: is no .jsonl, .json, .parquet file
+--decoding hot | --decoding hot: must be training, justrl or temperature,top-p
+--decoding 0.6,95 | --decoding 0.6,95: must be
+--model {}/nobody | nobody: no model there
+--model {}/trained | trained: is a run; give a checkpoint, such as .*/step_000002
+--output {}/model | --output {}/model: holds args; name an empty directory
+--max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
+--samples -1 | --samples -1: must be at least 0
+"""
+
+
+@pytest.mark.parametrize("row", EVALUATION.strip().splitlines())
+def test_eval_py(folder, tmp_path, monkeypatch, row):
+    for step in (1, 2):
+        (folder / f"trained/checkpoints/step_00000{step}").mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(evaluation.rollout, "sample", None)  # it is found before sampling
+    flags, message = row.replace("{}", str(folder)).split(" | ")
+    before = contents(folder)
+    own = f"--model {TINY} --max_new_tokens 500 --output {tmp_path}/out "
+    own += f"--benchmarks {folder}/good.jsonl {flags}"
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(own.split())
+    line = str(stop.value)
+    assert re.search(message, line), line
+    assert line.startswith("eval.py: ") and "\n" not in line
+    assert contents(folder) == before
+
+
+def test_hidden_files_are_nobodys_work(tmp_path):
+    (tmp_path / ".DS_Store").touch()
+    run(tmp_path, "--steps 1")
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+USER = {"role": "user", "content": "1+1"}
+
+
+@pytest.mark.parametrize(
+    "column, value",
+    [("answer", value) for value in (math.nan, True, ["2", None], [["2"]], {"a": "2"})]
+    + [("problem", value) for value in (math.nan, [["1+1"]])]
+    + [("problem", [{"role": "system", "content": "Speak."}, USER])]
+    + [("problem", [USER | {"content": [{"type": "text", "text": "1+1"}]}])],
+)
+def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
+    """The second of its file. What a reward of one's own reads of an answer is its own affair."""
+    odd = {"problem": "1+1", "answer": "2", "question": None, "final_answer": None}
+    odd[column] = value
+    sound = {**dict.fromkeys(odd), "question": "1+0", "final_answer": "1"}
+    file = str(tmp_path / "rows.parquet")
+    Dataset.from_list([sound, odd]).to_parquet(file)
+    with pytest.raises(InputError, match=f"rows.parquet: row 2 has no {column} that is "):
+        load_problems(file)
+    if column == "answer":
+        own = load_problems(file, whole_rows=True)[1]
+        assert own["answer"] == "" and (own["row"]["answer"] == value or math.isnan(value))
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_other_rows(kind, tmp_path):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    rope |= {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    config = transformers.LlamaConfig(**SHAPE, rope_parameters=rope)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"{tmp_path}.* rope_type {kind}"):
+        models.load_model(str(tmp_path))
+
+
+def test_responses_fit_in_the_positions():
+    config = transformers.LlamaConfig(max_position_embeddings=64)
+    models.check_length(config, 24, 40, "")
+    models.check_length(transformers.MambaConfig(), 24, 10**6, "")  # has no such number
+    with pytest.raises(InputError, match=r"--max_new_tokens 41: .* 24 .* 64 .* at most 40 fit"):
+        models.check_length(config, 24, 41, "--max_new_tokens")
+
+
+def test_weights_that_cannot_be_trained(random_model, tmp_path, monkeypatch):
+    """A missing one, which transformers would draw at random; NaN; no tokenizer beside them; with
+    several ranks, before the weights are read, layers that are not under `.layers`.
+    """
+    model = random_model()
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(InputError, match=f"{tmp_path}: .* no weights for model.norm.weight"):
+        load_policy(str(tmp_path))
+    torch.nn.init.constant_(model.model.norm.weight, math.nan)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="--model: its logits are not finite"):
+        load_policy(str(tmp_path))
+    with pytest.raises(InputError, match=f"{tmp_path}: no tokenizer"):
+        rollout.load_tokenizer(str(tmp_path))
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(rollout.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "on_rank_0", lambda function: None)
+    with pytest.raises(InputError, match=f"{tmp_path}: GPT2LMHeadModel has no base_model.layers"):
+        load_policy(str(tmp_path))
+
+
+def test_a_head_that_does_more(random_model, monkeypatch):
+    """A scale, a bias or a soft cap, whatever its name: the model's own logits are compared."""
+    model = random_model(spread=0.5)
+    monkeypatch.setattr(rollout, "load_model", lambda name: model)
+    load_policy("a model")
+    for change in (
+        lambda logits: 0.5 * logits,
+        lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]),
+        lambda logits: 2 * torch.tanh(logits / 2),
+    ):
+        hook = model.lm_head.register_forward_hook(lambda *args, change=change: change(args[-1]))
+        with pytest.raises(InputError, match="output head"):
+            load_policy("a model")
+        hook.remove()
