@@ -1,11 +1,10 @@
-"""The evaluation: exact scores of a scripted model, interruption, ranks, the verifier, errors."""
+"""The evaluation: exact scores of a scripted model, interruption, ranks."""
 
 import itertools
 import json
 import math
 import os
 import random
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -33,35 +32,26 @@ def copy_model(folder: Path, trained: bool = False) -> Path:
 class Scripted:
     """In place of rollout.sample: answers as told, counts what it is asked.
 
-    `before` maps the number of a response, from 0, to what happens before it. Responses end in
-    another order than they are asked for.
+    `happens` is called before each response with its number, from 0. Responses end in another order
+    than they are asked for.
     """
 
-    def __init__(self, monkeypatch, script):
-        self.script, self.before = script, {}
+    def __init__(self, monkeypatch, script, happens=lambda number: None):
+        self.script, self.happens = script, happens
         self.asked, self.decoded = [], []
         monkeypatch.setattr(evaluation.rollout, "sample", self)
 
     def __call__(self, model, tokenizer, prompts, *, seed, **options):
-        self.decoded.append((options["temperature"], options.get("top_p")))
+        self.decoded.append((options["temperature"], options["top_p"]))
         for place in sorted(range(len(prompts)), key=lambda place: (place % 3, place)):
-            self.before.get(len(self.asked), lambda: None)()
-            yield []
-            name, prompt = Path(model.name_or_path).name, tokenizer.decode(prompts[place])
-            text, length, truncated = self.script(name, prompt, random.Random(seed[place]))
-            self.asked.append((name, prompt))
-            yield [(place, Response(prompts[place], [0] * length, truncated, text))]
+            self.happens(len(self.asked))
+            prompt = tokenizer.decode(prompts[place])
+            text, length, truncated = self.script(prompt, random.Random(seed[place]))
+            self.asked.append(prompt)
+            yield place, Response(prompts[place], [0] * length, truncated, text)
 
 
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def lucky(model: str, prompt: str, noise: random.Random):
+def lucky(prompt: str, noise: random.Random):
     """Right half of the time, by the seed: what a real sampler looks like from outside."""
     answer = 7 if noise.random() < 0.5 else noise.randint(8, 99)
     return f"∴ \\boxed{{{answer}}}", noise.randint(5, 50), noise.random() < 0.1
@@ -90,7 +80,7 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
     right = {"0": [1, 1, 0, 0], "1": [0, 0, 0, 0], "2": [1, 1, 1, 1], "3": [0, 0, 1, 0]}
     turns = {name: iter(marks) for name, marks in right.items()}
 
-    def script(model, prompt, noise):
+    def script(prompt, noise):
         number = prompt.split("\n")[0].removeprefix("problem ")
         assert prompt == f"problem {number}\n{INSTRUCTION}\n"
         if number == "1":
@@ -123,20 +113,21 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
 
 def test_a_checkpoint_has_the_defaults_of_its_run(tmp_path, monkeypatch, capsys):
     """One line says so; a flag goes first. The end says where the results are."""
-    Scripted(monkeypatch, lambda _, prompt, __: (f"\\boxed{{{'?' not in prompt}}}", 9, False))
+    Scripted(monkeypatch, lambda prompt, _: (f"\\boxed{{{'?' not in prompt}}}", 9, False))
     folder = copy_model(tmp_path / "run" / "checkpoints" / "step_000003")
     stored = {"instruction": "So?", "reward": "", "max_new_tokens": 77, "seed": 5}
     (tmp_path / "run" / "config.json").write_text(json.dumps(stored))
-    flags = f"--model {folder} --samples 1 --decoding 0,1 --output {tmp_path}/out --benchmarks "
+    flags = f"--model {folder} --samples 1 --decoding 0,1 --benchmarks "
     flags += write_problems(tmp_path / "few.jsonl", 2, gold="True")
     for more, own, mean in ("", "--instruction='So?' ", 0), (" --instruction=", "", 100):
-        evaluation.main((flags + more).split())
-        found = json.loads((tmp_path / "out" / "scores.json").read_text())
+        output = tmp_path / f"out{mean}"
+        evaluation.main(f"{flags}{more} --output {output}".split())
+        found = json.loads((output / "scores.json").read_text())
         assert (found["flags"]["max_new_tokens"], found["flags"]["seed"]) == (77, 0)
         assert found["scores"]["0,1"]["few"]["mean"] == mean
         out, err = capsys.readouterr()
         assert err.startswith(f"eval.py: {own}--max_new_tokens=77 --reward='', as in its run")
-        assert out.endswith(f"\nresults in {tmp_path}/out\n")
+        assert out.endswith(f"\nresults in {output}\n")
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
@@ -147,7 +138,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
                 subsets = list(itertools.combinations(marks, k))
                 share = sum(map(any, subsets)) / len(subsets)
                 assert evaluation.pass_at_k(n, right, k) == pytest.approx(100 * share, abs=1e-10)
-    six = evaluation.accuracy([{"problem": 0, "correct": i == 0} for i in range(6)])
+    six = evaluation.accuracy([[i == 0 for i in range(6)]])
     assert list(six["pass_at_k"]) == [1, 2, 4, 6]
     assert six["pass_at_k"][6] == 100 and six["standard_error"] is None
 
@@ -171,7 +162,7 @@ def test_tables_show_the_paper_s_layout(tmp_path, monkeypatch):
     assert counts == [32] * 3 + [4] * 3
 
 
-# --------------------------------------------------------------------------------- several ranks
+# ------------------------------------------------------ several ranks, and what was interrupted
 
 
 @pytest.fixture
@@ -184,57 +175,79 @@ def run_and_read(output: Path, flags: list) -> tuple[dict, bytes]:
     return run(output, *flags), (output / "samples.jsonl").read_bytes()
 
 
-def scripted_rank(output: Path, flags: list, before: dict) -> None:
-    """main() on a rank with a scripted model; `before` is for the last of three."""
-    fake = Scripted(pytest.MonkeyPatch(), lucky)
+def scripted_rank(output: Path, flags: list, killed_at: int) -> None:
+    """main() on a rank with a scripted model; the last of three is killed before a response."""
+
+    def happens(number: int) -> None:
+        if rank == "2" and number == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     rank = os.environ.get("RANK", "0")
-    fake.before = before if rank == "2" else {}
+    fake = Scripted(pytest.MonkeyPatch(), lucky, happens)
     evaluate(output, *flags)
-    output.with_name(f"count-{rank}").write_text(str(len(fake.asked)))
+    output.with_name(f"asked-{rank}").write_text(json.dumps(fake.asked))
 
 
 def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypatch, many):
     Scripted(monkeypatch, lucky)
     parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)
-    assert launch(scripted_rank, 3, tmp_path / "log", parts, many, {}) == [0, 0, 0]
+    assert launch(scripted_rank, 3, tmp_path / "log", parts, many, -1) == [0, 0, 0]
     assert (parts / "samples.jsonl").read_bytes() == whole[1]
     assert json.loads((parts / "scores.json").read_text())["scores"] == whole[0]
-    files = {".lock", "samples.jsonl", "scores.json", "table.md"}
-    assert {path.name for path in parts.iterdir()} == files
-    counts = [(tmp_path / f"count-{rank}").read_text() for rank in range(3)]
-    assert counts == ["20", "18", "18"]
+    asked = [json.loads((tmp_path / f"asked-{rank}").read_text()) for rank in range(3)]
+    assert [len(prompts) for prompts in asked] == [24, 16, 16]  # of 3, 2 and 2 problems
+    assert not {*asked[0]} & {*asked[1]}  # the samples of a problem share its prefill
     said = [Path(f"{tmp_path}/log.{rank}").read_text() for rank in range(3)]
     assert ["| model | decoding |" in text for text in said] == [True, False, False]
 
 
-@pytest.mark.parametrize("how, code, ranks_after", [(terminate, 130, 2), (kill, -9, 1)])
-def test_what_ends_one_rank_costs_none_of_the_responses(
-    tmp_path, monkeypatch, many, how, code, ranks_after
-):
-    """In the second decoding, whose responses are 10, 9 and 9 on the three ranks."""
+@pytest.mark.parametrize("ranks_after", [1, 2])
+def test_a_kill_costs_no_response_but_a_torn_one(tmp_path, monkeypatch, many, ranks_after):
+    """In the second decoding, on the last of three ranks, then on another number of ranks."""
     Scripted(monkeypatch, lucky)
-    parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)[1]
-    codes = launch(scripted_rank, 3, tmp_path / "log", parts, many, {12: how})
-    assert codes[2] == code and all(codes)
-    rows = [row for file in parts.glob("samples*.jsonl") for row in read_rows(file)]
-    assert len(rows) == 10 + 10 + 9 + 9 + 12  # all of the others', who then wait for it
-    first = (parts / "samples.jsonl").read_bytes()
-    (parts / "samples.rank3.jsonl").write_bytes(first[:-9])  # of a crash amid merging, and torn
-    copy = parts / "samples.rank1.old.jsonl"  # a user's
-    copy.write_bytes(first)
-    codes = launch(scripted_rank, ranks_after, tmp_path / "log", parts, many, {})
-    assert codes == [0] * ranks_after
-    assert (parts / "samples.jsonl").read_bytes() == whole and copy.read_bytes() == first
-    counts = [int((tmp_path / f"count-{rank}").read_text()) for rank in range(ranks_after)]
-    assert sum(counts) == 56 - len(rows), "no response is sampled twice"
+    parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)
+    codes = launch(scripted_rank, 3, tmp_path / "log", parts, many, 12)
+    assert codes[2] == -9 and all(codes) and not (parts / "samples.jsonl").exists()
+    files = sorted(parts.glob("responses.rank*.jsonl"))
+    assert [file.name for file in files] == [f"responses.rank{rank}.jsonl" for rank in range(3)]
+    assert len([line for line in files[2].read_text().split("\n") if line]) == 12
+    files[0].write_bytes(files[0].read_bytes()[:-9])  # ranks append here again
+    there = [line for file in files for line in file.read_text().split("\n") if line[-1:] == "}"]
+    assert (
+        launch(scripted_rank, ranks_after, tmp_path / "log", parts, many, -1) == [0] * ranks_after
+    )
+    assert (parts / "samples.jsonl").read_bytes() == whole[1]
+    assert json.loads((parts / "scores.json").read_text())["scores"] == whole[0]
+    asked = [json.loads((tmp_path / f"asked-{rank}").read_text()) for rank in range(ranks_after)]
+    assert sum(map(len, asked)) == 56 - len(there), "no response is sampled twice"
+
+
+def test_ctrl_c_is_one_line_and_130(tmp_path, monkeypatch, many, capsys):
+    """The same command goes on."""
+
+    def happens(number: int) -> None:
+        if number == 5:
+            raise KeyboardInterrupt
+
+    fake = Scripted(monkeypatch, lucky, happens)
+    with pytest.raises(SystemExit, match="^130$"):
+        run(tmp_path / "out", *many)
+    assert capsys.readouterr().err.endswith(
+        "interrupted; the same command goes on with what it has\n"
+    )
+    fake.happens = lambda number: None
+    run(tmp_path / "out", *many)
+    assert len(fake.asked) == 56
 
 
 # ------------------------------------------------------------------------- what a rerun may change
 
 
-def test_more_samples_and_decodings_join(tmp_path, monkeypatch):
-    fake = Scripted(monkeypatch, lucky)
-    flags = ["--benchmarks", write_problems(tmp_path / "few.jsonl", 3)]
+def test_more_samples_decodings_and_benchmarks_join(tmp_path, monkeypatch):
+    fake, file = Scripted(monkeypatch, lucky), write_problems(tmp_path / "few.jsonl", 3)
+    flags = ["--benchmarks", file]
+    with pytest.raises(SystemExit, match="positions"):  # a refused command binds no later one
+        run(tmp_path / "out", *flags, "--max_new_tokens", 9999)
     run(tmp_path / "out", *flags, "--decoding", "training", "--samples", 2)
     first = run(tmp_path / "out", *flags, "--decoding", "training")
     assert first == run(tmp_path / "whole", *flags, "--decoding", "training")
@@ -242,44 +255,49 @@ def test_more_samples_and_decodings_join(tmp_path, monkeypatch):
     several = ["training", "0.6,0.95", "0,1"]
     found = run(tmp_path / "out", *flags, "--decoding", *several)
     assert found["training"] == first["training"] and list(found) == several
-    assert fake.decoded[-3:] == [(1, 1), (0.6, 0.95), (0, 1)]
+    assert fake.decoded[-2:] == [(0.6, 0.95), (0, 1)]
     assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
     assert len(fake.asked) == 3 * 12 + 3
+    flags += [write_problems(tmp_path / "more.jsonl", 2)]
     found = run(tmp_path / "out", *flags, "--decoding", "training", "--limit", 1, "--samples", 2)
+    assert len(fake.asked) == 3 * 12 + 3 + 2
     found = found["training"]["few"]
     assert (found["problems"], found["samples"]) == (1, 2), "the rest stays, and is not scored"
-    assert len(read_rows(tmp_path / "out/samples.jsonl")) == 2 * 12 + 3
+    write_problems(tmp_path / "few.jsonl", 3, gold="8")  # a mended answer
+    found = run(tmp_path / "out", "--benchmarks", file, "--decoding", "training")
+    assert found["training"]["few"]["mean"] != first["training"]["few"]["mean"]
+    assert len(fake.asked) == 3 * 12 + 3 + 2
 
 
-def test_responses_of_other_flags_problems_or_weights_stay_and_are_not_used(tmp_path, monkeypatch):
-    """In one directory each command samples once, and gives what it gives in a new directory."""
-    fake, file = Scripted(monkeypatch, lucky), tmp_path / "few.jsonl"
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--seed 5", "--seed"),
+        ("--max_new_tokens 9", "--max_new_tokens"),
+        ("--instruction So?", "--instruction"),
+        ("--chat_template {folder}/own.jinja", "--chat_template"),
+        ("--model {folder}/trained", "--model"),
+        ("--benchmarks {folder}/other/few.jsonl", "benchmark few"),
+    ],
+)
+def test_responses_of_others_are_refused_by_name(tmp_path, monkeypatch, flags, name):
+    """Old responses never score other weights or problems. A copy of the weights is no other."""
+    fake, file = Scripted(monkeypatch, lucky), write_problems(tmp_path / "few.jsonl", 3)
     (tmp_path / "own.jinja").write_text("a template")
-    text = Path(write_problems(file, 3)).read_text()
-    cases = [  # number of responses that are new, flags, file
-        (6, [], text),
-        (6, ["--seed", 5], text),
-        (6, ["--max_new_tokens", 9], text),
-        (6, ["--instruction", "other words"], text),
-        (6, ["--chat_template", tmp_path / "own.jinja"], text),
-        (2, [], text.replace("problem 1", "problem 11")),
-        (6, [], text.replace("7", "9")),
-        (0, ["--model", copy_model(tmp_path / "copied")], text),
-        (6, ["--model", copy_model(tmp_path / "trained", trained=True)], text),
-    ]
-
-    def run_case(output: Path, flags: list, rows: str) -> dict:
-        file.write_text(rows)
-        flags = ["--benchmarks", file, "--samples", 2, "--decoding", "training", *flags]
-        return run(output, *flags)
-
-    expected = [run_case(tmp_path / f"{i}", *case[1:]) for i, case in enumerate(cases)]
-    for round in (1, 2):
-        for scores, (new, *case) in zip(expected, cases):
-            asked = len(fake.asked)
-            assert run_case(tmp_path / "out", *case) == scores
-            assert len(fake.asked) - asked == (new if round == 1 else 0)
-    assert len(read_rows(tmp_path / "out/samples.jsonl")) == sum(new for new, *_ in cases)
+    copy_model(tmp_path / "copied")
+    copy_model(tmp_path / "trained", trained=True)
+    (tmp_path / "other").mkdir()
+    text = Path(file).read_text().replace("problem 1", "problem 11")
+    (tmp_path / "other" / "few.jsonl").write_text(text)
+    own = ["--benchmarks", file, "--samples", 1, "--decoding", "training"]
+    first = run_and_read(tmp_path / "out", own)
+    given = flags.format(folder=tmp_path).split()
+    with pytest.raises(
+        SystemExit, match=f"^eval.py: {name}: .*another one; name another --output$"
+    ):
+        run(tmp_path / "out", *own, *given)
+    assert run_and_read(tmp_path / "out", [*own, "--model", tmp_path / "copied"]) == first
+    assert len(fake.asked) == 3
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
@@ -287,7 +305,7 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     flags = ["--benchmarks", write_problems(tmp_path / "a.jsonl", 5)]
     other = write_problems(tmp_path / "b.jsonl", 5)
     run(tmp_path / "one", *flags)
-    run(tmp_path / "two", "--benchmarks", other, *flags[1:], "--decoding", "justrl", "training")
+    run(tmp_path / "two", "--benchmarks", other, *flags[1:])
     run(tmp_path / "three", *flags, "--seed", 1)
     one, two, three = (
         read_rows(tmp_path / name / "samples.jsonl") for name in ("one", "two", "three")
@@ -297,96 +315,6 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
     parts = [tuple(texts[start : start + 20]) for start in range(0, 80, 20)]
     assert len({*parts}) == 4, "each benchmark and each decoding has seeds of its own"
     assert texts[::4] != texts[1::4], "each sample of a problem has a seed of its own"
-
-
-# ------------------------------------------------------------------------------------ the verifier
-
-
-VERDICTS = r"""
-CORRECT | A | CORRECT | Correct | \boxed{A} | A. | (A) correct | **A**: Correct
-CORRECT | A: CORRECT - both are 5 | A: CORRECT\nProblem: ... | <think>\n\n</think>\n\nA
-INCORRECT |  B.\n | Incorrect | B: INCORRECT - there is a final answer and it disag
-INVALID | **C** | (C) INVALID | C: INVALID - the solution breaks off
-UNREADABLE | A: INCORRECT | INCORRECT or CORRECT | A or B | The answer is CORRECT | NOT CORRECT
-UNREADABLE | D | correctly |  | \n\n | <think>A | A: CORRECT or B | a final | A, B, C
-UNREADABLE | A: CORRECT - there is no final answer, so INVALID | A: CORRECT - not really
-UNREADABLE | A final answer | Correct? No | A: there is a final answer and it disagrees
-"""
-
-
-@pytest.mark.parametrize("row", VERDICTS.strip().splitlines())
-def test_verdicts_are_parsed_strictly(row):
-    verdict, *replies = row.replace(r"\n", "\n").split(" | ")
-    found = {reply: evaluation.parse_verdict(reply) for reply in replies}
-    assert found == dict.fromkeys(replies, verdict)
-
-
-def judged(model: str, prompt: str, noise: random.Random):
-    """The policy is right on problem 0 alone; the judge J accepts problem 1, and so on."""
-    if model == "tiny":
-        number = int(prompt.split("\n")[0].removeprefix("problem "))
-        answer = f"\\boxed{{{7 if number == 0 else 100 + number}}}"
-        return "x" * 5000 + "<|endoftext|><think>" + answer + " \n" * evaluation.TAIL, 10, False
-    number = int(prompt.split("problem ")[-1].split("\n")[0])
-    return ["never asked", "A", "B", "C", "who knows"][number], 1, False
-
-
-def test_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, capfd):
-    fake = Scripted(monkeypatch, judged)
-    flags = ["--benchmarks", write_problems(tmp_path / "five.jsonl", 5), "--decoding", "training"]
-    flags += ["--samples", 2]
-    verifier = copy_model(tmp_path / "J")
-    template = "{{ messages[0].content }}{{ 'no thinking' if enable_thinking is false }}"
-    (verifier / "chat_template.jinja").write_text(template)
-    plain = run(tmp_path / "out", *flags)["training"]["five"]
-    assert plain["mean"] == 20 and "verified" not in plain
-    fake.before = {len(fake.asked) + 3: terminate}
-    with pytest.raises(SystemExit):  # after three of the judge's eight verdicts
-        run(tmp_path / "out", *flags, "--verifier", verifier)
-    assert sum(model == "J" for model, _ in fake.asked) == 3
-    fake.before = {}
-    found = run(tmp_path / "out", *flags, "--verifier", verifier)["training"]["five"]
-    again = found.pop("verified")
-    assert found == plain and fake.decoded[-1] == (0, None), "the judge decodes greedily"
-    assert again.pop("mean") == 40 and again.pop("pass_at_k") == {"1": 40, "2": 40}
-    assert again.pop("standard_error") == pytest.approx(math.sqrt(2 * 60**2 + 3 * 40**2) / 20**0.5)
-    assert again == {"CORRECT": 2, "INCORRECT": 2, "INVALID": 2, "UNREADABLE": 2}
-    said = f"--verifier {verifier}: 2 of 8 verdicts are unreadable and count as wrong; "
-    assert f"{said}the first is 'who" in capfd.readouterr().err
-    asked = [prompt for model, prompt in fake.asked if model == "J"]
-    assert len(asked) == 8, "none is asked for twice"
-    assert not any("problem 0\n" in prompt for prompt in asked)
-    for prompt in asked:
-        assert "<reference_answer>\n7\n</reference_answer>" in prompt
-        tail = prompt.split("<end_of_solution>\n")[1].split("\n</end_of_solution>")[0]
-        # Special tokens that a response spells are broken: they could end the verifier's turn.
-        assert len(tail) == evaluation.TAIL + 1 and "x< |endoftext|><think>\\boxed{10" in tail[-40:]
-        assert prompt.endswith("no thinking")
-    text = (tmp_path / "out" / "table.md").read_text()
-    assert "| training | rule | 20.00 | 20.00 |" in text
-    assert f"| training | rule, then {verifier} | 40.00 | 40.00 |" in text
-    assert text.endswith(" | 40.00 ± 24.49 | 2 | 2 | 2 | 2 |\n")
-
-
-def test_stored_grades_and_verdicts_belong_to_what_they_were_made_from(tmp_path, monkeypatch):
-    """A grader of another version; another response or verifier."""
-    fake = Scripted(monkeypatch, judged)
-    file, samples = write_problems(tmp_path / "few.jsonl", 3), tmp_path / "out" / "samples.jsonl"
-    flags = ["--benchmarks", file, "--decoding", "0,1", "--verifier", copy_model(tmp_path / "J")]
-    first, whole = run_and_read(tmp_path / "out", flags)
-    assert first["0,1"]["few"]["verified"]["mean"] == pytest.approx(200 / 3)
-    text = samples.read_text().replace('"correct": false', '"correct": ?')
-    text = text.replace('"correct": true', '"correct": false').replace("?", "true")
-    samples.write_text(text)
-    asked = len(fake.asked)
-    assert run_and_read(tmp_path / "out", flags) == (first, whole) and len(fake.asked) == asked
-    # The response to problem 2 changes.
-    samples.write_text(samples.read_text().replace("{102}", "{103}"))
-    assert run(tmp_path / "out", *flags) == first
-    assert [name for name, _ in fake.asked[asked:]] == ["J"] and "{103}" in fake.asked[-1][1]
-    asked = len(fake.asked)
-    assert run(tmp_path / "out", *flags[:-1], copy_model(tmp_path / "K", trained=True)) == first
-    assert [name for name, _ in fake.asked[asked:]] == ["K", "K"]
 
 
 # ----------------------------------------------------------------------- a reward of the user's own
@@ -418,34 +346,3 @@ def test_the_real_benchmarks_load_with_their_row_counts():
     for problems in suite.values():
         golds = [f"\\boxed{{{problem['answer']}}}" for problem in problems]
         assert all(is_correct(gold, p["answer"]) for gold, p in zip(golds, problems, strict=True))
-
-
-# ------------------------------------------------------------------------------------- wrong input
-
-
-WRONG = r"""
---benchmarks aime26 | benchmark aime26: neither a .jsonl, .json, .parquet file nor one of aime24,
---benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
---decoding hot | --decoding hot: must be training, justrl or temperature,top-p
---decoding 0.6,95 | --decoding 0.6,95: must be
---model {}/nobody | nobody: no model there
---output {}/model | model: holds a run or a model; name another directory
---max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
-"""
-
-
-@pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_wrong_input_ends_in_one_clear_line(tmp_path, monkeypatch, row):
-    write_problems(tmp_path / "good.jsonl", 2)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").touch()
-    monkeypatch.setattr(evaluation.rollout, "sample", None)  # wrong input is found before sampling
-    flags, message = row.replace("{}", str(tmp_path)).split(" | ")
-    own = flags.split()
-    if "--benchmarks" not in own:
-        own += ["--benchmarks", str(tmp_path / "good.jsonl")]
-    with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "out", *own)
-    line = str(stop.value)
-    assert re.search(message, line), line
-    assert line.startswith("eval.py: ") and "\n" not in line
