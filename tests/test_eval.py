@@ -204,7 +204,7 @@ def test_three_ranks_share_the_work_and_write_what_one_writes(tmp_path, monkeypa
 @pytest.mark.parametrize("ranks_after", [1, 2])
 def test_a_kill_costs_no_response_but_a_torn_one(tmp_path, monkeypatch, many, ranks_after):
     """In the second decoding, on the last of three ranks, then on another number of ranks."""
-    Scripted(monkeypatch, lucky)
+    fake = Scripted(monkeypatch, lucky)
     parts, whole = tmp_path / "parts", run_and_read(tmp_path / "whole", many)
     codes = launch(scripted_rank, 3, tmp_path / "log", parts, many, 12)
     assert codes[2] == -9 and all(codes) and not (parts / "samples.jsonl").exists()
@@ -220,6 +220,7 @@ def test_a_kill_costs_no_response_but_a_torn_one(tmp_path, monkeypatch, many, ra
     assert json.loads((parts / "scores.json").read_text())["scores"] == whole[0]
     asked = [json.loads((tmp_path / f"asked-{rank}").read_text()) for rank in range(ranks_after)]
     assert sum(map(len, asked)) == 56 - len(there), "no response is sampled twice"
+    assert run_and_read(parts, many) == whole and len(fake.asked) == 56, "all are there"
 
 
 def test_ctrl_c_is_one_line_and_130(tmp_path, monkeypatch, many, capsys):
@@ -291,13 +292,14 @@ def test_responses_of_others_are_refused_by_name(tmp_path, monkeypatch, flags, n
     (tmp_path / "other" / "few.jsonl").write_text(text)
     own = ["--benchmarks", file, "--samples", 1, "--decoding", "training"]
     first = run_and_read(tmp_path / "out", own)
+    run(tmp_path / "out", "--benchmarks", write_problems(tmp_path / "more.jsonl", 1), *own[2:])
     given = flags.format(folder=tmp_path).split()
     with pytest.raises(
         SystemExit, match=f"^eval.py: {name}: .*another one; name another --output$"
     ):
         run(tmp_path / "out", *own, *given)
     assert run_and_read(tmp_path / "out", [*own, "--model", tmp_path / "copied"]) == first
-    assert len(fake.asked) == 3
+    assert len(fake.asked) == 3 + 1
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
