@@ -107,6 +107,7 @@ def test_two_ranks_evaluate_and_save_together(tmp_path):
     assert rows[0] == rows[1] and rows[0].count(b"\n") == 15
     saved = [[p.name for p in checkpoints(tmp_path / name)] for name in "12"]
     assert saved == [["step_000002"], ["step_000002"]]
+    assert len(weights(tmp_path / "1")) == len(weights(tmp_path / "2"))  # tied ones are there once
     again = ["--resume", str(tmp_path / "2")]  # both ranks know that nothing is left to evaluate
     assert launch(stapo.main, 2, tmp_path / "log", again, timeout=60) == [0, 0]
     assert lines(tmp_path / "2") == two
