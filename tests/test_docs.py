@@ -12,11 +12,11 @@ from pathlib import Path
 import costs
 import pytest
 from helpers import ROOT, TINY, example, read_rows, write_rows
-from support.flags import parse_flags
-from support.problems import load_problems
 
 import eval as evaluation
 import stapo
+from support.flags import parse_flags
+from support.problems import load_problems
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"

@@ -15,10 +15,10 @@ import real_model
 import replicate
 import runs
 from helpers import ROOT, TINY, example, read_rows
-from support.flags import parse_flags
 
 import stapo
 from reward import load_reward
+from support.flags import parse_flags
 
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.jsonl"))

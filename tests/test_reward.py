@@ -7,10 +7,10 @@ import time
 
 import pytest
 from helpers import ROOT
-from support.errors import RewardError
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
 from support.answers import RULES
+from support.errors import RewardError
 
 EQUAL = r"""
 \frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}
