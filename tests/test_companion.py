@@ -80,7 +80,7 @@ def two_passes_on_ranks(folder) -> None:
 
 def test_an_update_is_the_same_in_one_call_in_two_passes_and_on_three_ranks(tmp_path):
     whole = gradient_of(example("bare"), names := mini_batch())
-    assert 3 < names["sums"]["silenced"] < names["sums"]["candidates"]
+    assert 3 < names["counts"]["silenced"] < names["counts"]["candidates"]
     assert launch(two_passes_on_ranks, 3, tmp_path / "log", tmp_path) == [0, 0, 0]
     others = gradient_of(example("two-passes"), mini_batch()), torch.load(tmp_path / "gradient.pt")
     for gradient in others:

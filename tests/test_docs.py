@@ -15,8 +15,8 @@ from helpers import ROOT, TINY, example, read_rows, write_rows
 
 import eval as evaluation
 import stapo
-from support.flags import parse_flags
-from support.problems import load_problems
+from support.data import load_problems
+from support.run import parse_flags
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"

@@ -18,7 +18,7 @@ from helpers import ROOT, TINY, example, read_rows
 
 import stapo
 from reward import load_reward
-from support.flags import parse_flags
+from support.run import parse_flags
 
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.jsonl"))

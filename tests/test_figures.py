@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import check_png, read_csv, write_rows
 
-from support.files import append_rows
+from support.run import append_rows
 
 pytest.importorskip("matplotlib", reason="figures.py needs matplotlib")
 import figures  # noqa: E402

@@ -9,8 +9,8 @@ import pytest
 from helpers import ROOT
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
+from support import InputError
 from support.answers import RULES
-from support.errors import RewardError
 
 EQUAL = r"""
 \frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}
@@ -401,7 +401,7 @@ def test_a_reward_that_takes_a_column_out_finds_it_in_the_next_response(tmp_path
 )
 def test_what_goes_wrong_in_a_reward_is_one_line(tmp_path, line, message):
     (tmp_path / "own.py").write_text(f"def f(text, row):\n    {line}\n")
-    with pytest.raises(RewardError, match=f"--reward .*own.py:f: {message}") as error:
+    with pytest.raises(InputError, match=f"--reward .*own.py:f: {message}") as error:
         load_reward(f"{tmp_path}/own.py:f")("", {"row": {}})
     assert "\n" not in str(error.value)
 
@@ -413,7 +413,7 @@ def test_a_reward_that_is_not_there_is_one_line(tmp_path):
         (f"{tmp_path}/other.py:f", r"is no Python file \(FILE.py:FUNCTION\)"),
         ("own", r"own is no Python file \(FILE.py:FUNCTION\)"),
     ):
-        with pytest.raises(RewardError, match=message):
+        with pytest.raises(InputError, match=message):
             load_reward(spec)
 
 

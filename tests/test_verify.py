@@ -74,10 +74,10 @@ def test_the_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch
         assert len(tail) == verify.TAIL + 1 and "x< |endoftext|><think>\\boxed{10" in tail[-40:]
         assert prompt.endswith("no thinking")
     rows = [row for row in read_rows(out / "samples.jsonl") if not row["correct"]]
-    assert [row["verdict"] for row in rows[::2]] == ["CORRECT", "INCORRECT", "INVALID", "UNREADABLE"]
+    assert [row["verdict"] for row in rows[::2]] == [*verify.VERDICTS]
 
 
 def test_a_folder_without_results_ends_in_one_line(tmp_path):
     with pytest.raises(SystemExit) as stop:
         verify.main(["--folder", str(tmp_path), "--verifier", str(TINY)])
-    assert stop.value.code.startswith(f"verify.py: --folder {tmp_path}: holds no results of eval.py")
+    assert stop.value.code.startswith(f"verify.py: --folder {tmp_path}: holds no results")
