@@ -73,7 +73,8 @@ def test_flags_exist(page):
     mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text()))
     programs = [*ROOT.glob("scripts/*.py"), *ROOT.glob("experiments/*.py")]
     scripts = "".join(file.read_text() for file in programs)
-    found = re.findall(r'add_argument\("--([\w-]+)"|^    (\w+): .* = flag\(', scripts, re.MULTILINE)
+    added = r'add_argument\("--([\w-]+)"|^    (\w+): .* = (?:flag|field)\('
+    found = re.findall(added, scripts, re.MULTILINE)
     known |= {name for pair in found for name in pair}
     assert mentioned <= known | OTHER_FLAGS
 
@@ -96,11 +97,6 @@ def test_files_that_the_pages_name_exist():
             if file in ("losses.py", "FILE.py", "own.py", "own_mask.py", "stapo_loss.py"):
                 continue  # verl's, and the reader's own
             assert (ROOT / file).exists(), f"{page.name}: {file}"
-
-
-def test_the_flags_that_may_differ_beside_resume():
-    listed = text_of("training.md").partition("may change only")[2].partition("Any other")[0]
-    assert set(re.findall(r"`--(\w+)`", listed)) - {"resume"} == stapo.CHANGEABLE
 
 
 @pytest.mark.slow
