@@ -1,0 +1,85 @@
+"""Models that need care: other attention, other parts, checkpoints that older programs read."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from helpers import SHAPE, STOPS, TINY
+
+import rollout
+from support import InputError
+from support.models import check_head, fuse_norms
+from support.run import add_old_rope
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+def test_a_checkpoint_has_the_rotary_positions_that_transformers_4_reads(tmp_path):
+    """The base at the top level, and a scaling beside it. Version 5 reads the same model."""
+    config = transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    add_old_rope(tmp_path / "config.json")
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["rope_theta"] == 5e5 and stored["rope_scaling"]["rope_type"] == "llama3"
+    assert "rope_theta" not in stored["rope_scaling"]
+    again = rollout.load_model(str(tmp_path))
+    assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_falcon_with_alibi_is_sampled_by_plain_generate():
+    torch.manual_seed(0)
+    config = transformers.FalconConfig(**SHAPE, alibi=True, new_decoder_architecture=False)
+    model = transformers.FalconForCausalLM(config).eval()
+    model.generation_config.eos_token_id = STOPS
+    assert not rollout.has_full_attention(model)
+    prompts, tokenizer = [[20, 21], [30, 31, 32]], rollout.load_tokenizer(str(TINY))
+    sampled = dict(
+        rollout.sample(model, tokenizer, prompts, max_new_tokens=8, temperature=0, batch_size=1)
+    )
+    for index, prompt in enumerate(prompts):
+        options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": STOPS}
+        whole = model.generate(torch.tensor([prompt]), pad_token_id=1, **options)
+        assert sampled[index].ids == whole[0, len(prompt) :].tolist()
+
+
+def test_a_model_without_a_base_model_is_refused_by_name():
+    config = transformers.Llama4TextConfig(**SHAPE, head_dim=8, num_local_experts=2)
+    with pytest.raises(InputError, match="Llama4ForCausalLM has no base model"):
+        check_head(transformers.Llama4ForCausalLM(config).eval())
+
+
+def test_other_parts_than_the_language_model_are_mentioned(tmp_path, capsys):
+    """A vision-language model: one line says that its other parts are not trained."""
+    text = {**SHAPE, "head_dim": 8, "num_hidden_layers": 4}
+    config = transformers.Qwen3_5Config(text_config=text)
+    transformers.Qwen3_5ForCausalLM(config.get_text_config()).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    rollout.load_policy(str(tmp_path))
+    assert "only its language model is trained and saved" in capsys.readouterr().err
+    rollout.load_policy(str(TINY))
+    assert "only its language model" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
+def test_norms_with_torchs_formula_are_fused_and_no_others(kind):
+    """The same numbers to the bit in float32; Gemma's formula is another one."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SHAPE)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(weight)
+    ids = torch.arange(20, 40)[None]
+    expected = model(ids).logits
+    fused = sum(type(each) is torch.nn.RMSNorm for each in fuse_norms(model).modules())
+    assert (fused > 0) == (kind != "Gemma")
+    assert torch.equal(model(ids).logits, expected)
