@@ -364,7 +364,8 @@ def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
     names = {"instruction", "reward", "max_new_tokens"} & stored.keys() - given.keys()
     if taken := {name: stored[name] for name in sorted(names)}:
         words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
-        progress.log(f"eval.py: {words}, as in its run; give a base model the same flags")
+        same = "give a base model the same flags, and --chat_template of the run"
+        progress.log(f"eval.py: {words}, as in its run; {same}")
     return taken
 
 
@@ -439,6 +440,7 @@ def run(cfg: EvalConfig) -> None:
         text += "\n" + details_table(suite, scores)
         write_rows(folder / "samples.jsonl", [key._asdict() | row for key, row in rows.items()])
         write_whole(folder / "table.md", text)
+        (folder / "verified.md").unlink(missing_ok=True)  # of the verifier, from earlier rows
         document = {"flags": asdict(cfg), "scores": scores}
         write_whole(folder / "scores.json", json.dumps(document, indent=2) + "\n")
         progress.say(f"\n{text}\nresults in {folder}")

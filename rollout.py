@@ -34,7 +34,7 @@ from support.decoding import (
 from support.head import HeadStats, TokenStats
 from support.models import load_config, load_model, load_pretrained
 from support.progress import bar as progress_bar
-from support.progress import log, track
+from support.progress import track
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -76,9 +76,6 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
         nonlocal whole
         whole = load_model(name)
         models.check_head(whole)
-        config = load_config(name)
-        if config.get_text_config() is not config:
-            log(f"{name}: only its language model is trained and saved, none of its other parts")
 
     ranks.on_rank_0(read)  # the other ranks wait here for a download
     if not dist.is_initialized():

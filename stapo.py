@@ -927,7 +927,10 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     dropped = len(problems) - len(kept)
     progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
     longest = max(len(problem["prompt_ids"]) for problem in kept)
-    check_length(load_config(name), longest, cfg.max_new_tokens, "--max_new_tokens")
+    config = load_config(name)
+    check_length(config, longest, cfg.max_new_tokens, "--max_new_tokens")
+    if config.get_text_config() is not config:
+        progress.log(f"{name}: only its language model is trained and saved, no other parts")
     rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
     return Task(tokenizer, kept, reward, suite, f"{len(kept)} problems, {fingerprint(rows)}")
 

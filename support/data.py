@@ -73,7 +73,7 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
         raise InputError(f"{source}: is no {', '.join(FILES)} file; unpack or convert it")
     try:
         if kind in (".jsonl", ".json"):
-            rows = json_rows(file.read_text("utf-8-sig"))
+            rows = json_rows(file)
         else:
             if kind == ".parquet":
                 batches = (batch.to_pydict() for batch in ParquetFile(file).iter_batches(1000))
@@ -81,27 +81,28 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
                 batches = datasets.load_dataset(source, split=split).iter(1000)
             # A batch is {column: values}.
             rows = (dict(zip(batch, row)) for batch in batches for row in zip(*batch.values()))
+        yield from track(rows, f"reading {source}")
     except Exception as error:  # datasets raises a dozen unrelated kinds
         reason = " ".join(str(error).split())
         hint = "give a Hub id, or a .jsonl, .json or .parquet file"
         raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
-    yield from track(rows, f"reading {source}")
 
 
-def json_rows(text: str) -> list[dict]:
-    """The rows of a text with a JSON object in each line, or with a list of objects.
+def json_rows(file: Path) -> Iterator[dict]:
+    """Iterate over the rows of a file with a JSON object in each line, or with a list of objects.
 
     A text in a row stays a text. `datasets` would make a date of "2024-05-01". Raises ValueError.
     """
-    if text.startswith("["):
-        return json.loads(text)
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} is not JSON: {error.msg}") from error
-    return rows
+    with file.open(encoding="utf-8-sig") as lines:
+        is_list = lines.read(1) == "["
+        lines.seek(0)
+        for number, text in enumerate([lines.read()] if is_list else lines, start=1):
+            try:
+                rows = json.loads(text) if text.strip() else []
+            except json.JSONDecodeError as error:
+                line = number + error.lineno - 1
+                raise ValueError(f"line {line} is not JSON: {error.msg}") from error
+            yield from rows if isinstance(rows, list) else [rows]
 
 
 def problem_text(value: Any) -> str:

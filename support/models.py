@@ -26,7 +26,10 @@ from support.head import float32_logits, use_float32_head
 
 # Classes of transformers with the formula of torch's RMSNorm: x / sqrt(mean(x^2) + epsilon) *
 # weight. Many other classes share only a part of the name: Gemma's norm scales by 1 + weight.
-RMS_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
+RMS_NORMS = {
+    f"{family}RMSNorm"
+    for family in "Llama Mistral Mixtral Olmo2 Olmo3 Phi3 Qwen2 Qwen3 Qwen3Moe SmolLM3".split()
+}
 
 # ---------------------------------------------------------------------------------------- reading
 

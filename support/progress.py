@@ -8,7 +8,7 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,18 +20,15 @@ from support import installed, ranks
 from support.ranks import rank
 
 
-def bar(total: int | None, name: str | None) -> tqdm:
+def bar(total: int | None, name: str | None, items: Iterable | None = None) -> tqdm:
     """Make a bar over `total` items, which is removed at its end. Without a name it is silent."""
     silent = name is None or rank() > 0 or not sys.stderr.isatty()
-    return tqdm(total=total, desc=name, leave=False, disable=silent)
+    return tqdm(items, total=total, desc=name, leave=False, disable=silent)
 
 
-def track(items: Iterable, name: str) -> Iterator:
+def track(items: Iterable, name: str) -> tqdm:
     """Iterate over the items with a bar."""
-    with contextlib.closing(bar(len(items) if isinstance(items, list) else None, name)) as shown:
-        for item in items:
-            yield item
-            shown.update()
+    return bar(len(items) if isinstance(items, list) else None, name, items)
 
 
 class Tracker:

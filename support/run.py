@@ -188,6 +188,9 @@ class RunFolder:
                 changes.append({"step": self.step} | changed)
             for half in self.path.glob("checkpoints/step_*.partial"):
                 shutil.rmtree(half)
+            for old in self.path.glob("evaluations/step_" + "[0-9]" * 6 + ".jsonl"):
+                if step_of(old) > self.step:
+                    old.unlink()
             tracked = stored.get("id") or f"{self.path.name}-{os.urandom(4).hex()}"
             config = self.flags | more | {"changes": changes, "id": tracked}
             write_whole(file, json.dumps(config, indent=2) + "\n")
@@ -259,8 +262,8 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
+def step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
 
 
 # ------------------------------------------------------------------------------------- checkpoints

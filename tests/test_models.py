@@ -8,6 +8,7 @@ import transformers
 from helpers import SHAPE, STOPS, TINY
 
 import rollout
+import stapo
 from support import InputError
 from support.models import check_head, fuse_norms
 from support.run import add_old_rope
@@ -63,9 +64,11 @@ def test_other_parts_than_the_language_model_are_mentioned(tmp_path, capsys):
     config = transformers.Qwen3_5Config(text_config=text)
     transformers.Qwen3_5ForCausalLM(config.get_text_config()).save_pretrained(tmp_path)
     config.save_pretrained(tmp_path)
-    rollout.load_policy(str(tmp_path))
+    rollout.load_tokenizer(str(TINY)).save_pretrained(tmp_path)
+    data = str(TINY / "test.jsonl")
+    stapo.load_task(stapo.Config(model=str(tmp_path), data=data, max_new_tokens=8))
     assert "only its language model is trained and saved" in capsys.readouterr().err
-    rollout.load_policy(str(TINY))
+    stapo.load_task(stapo.Config(model=str(TINY), data=data, max_new_tokens=8))
     assert "only its language model" not in capsys.readouterr().err
 
 
