@@ -25,8 +25,8 @@ TRAINING = r"""
 --model no/such/model | no/such/model: no tokenizer there
 --model {}/shell --max_new_tokens 4090 | --max_new_tokens 4090: the longest .* at most
 --eval_every 1 --eval_benchmarks {}/long.jsonl | --max_new_tokens 40: the longest
---data nowhere.jsonl | nowhere.jsonl: cannot be read as a dataset ([Errno 2] No such file
---data {}/torn.jsonl | torn.jsonl: cannot be read as a dataset (line 1 is not JSON
+--data nowhere.jsonl | nowhere.jsonl: cannot be read as a dataset .*No such file
+--data {}/torn.jsonl | torn.jsonl: cannot be read as a dataset .line 1 is not JSON
 --data {}/t.jsonl.gz | t.jsonl.gz: is no .jsonl, .json, .parquet file; unpack or convert it
 --reward nowhere.py:f | --reward nowhere.py:f: nowhere.py is no Python file
 --chat_template {} | --chat_template {}: no text there
