@@ -67,8 +67,8 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
 def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     """Load a Policy with float32 weights. Every rank calls it. Raises InputError.
 
-    FSDP2 shards the Policy over the ranks, except on a single CPU process. On CUDA (also on one
-    GPU) it computes in bfloat16. Only rank 0 reads the weights, into CPU memory.
+    FSDP2 shards the Policy, except on a single CPU process. Only rank 0 reads the weights, into
+    CPU memory.
     """
     whole = None
 

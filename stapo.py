@@ -824,18 +824,13 @@ class Config:
         "(paper: DAPO's rule, scripts/rewards.py:dapo)",
     )
     output: str = flag("", "directory of the run; empty: a new one under runs/")
-    resume: str = flag(
-        "", "directory of a run to continue, with its own flags; flags beside it win"
-    )
+    resume: str = flag("", "directory of a run to continue; flags beside it win")
     method: str = flag(
         "stapo",
         "stapo; baselines: justrl (silences nothing), grpo, 20-entropy; ablations: full-mask "
         "(silences all candidates), high-entropy, random",
     )
-    tau_p: float = flag(
-        0.002,
-        "with A > 0, tokens below this probability are candidates (stapo and the ablations)",
-    )
+    tau_p: float = flag(0.002, "candidates have A > 0 and p below this (stapo, ablations)")
     q: float = flag(
         0.75,
         "candidates below this quantile of entropy are silenced (stapo, high-entropy, random)",
@@ -868,9 +863,7 @@ class Config:
     save_every: int = flag(10, "steps between checkpoints (0: only evaluations and the end)")
     keep_last: int = flag(2, "number of checkpoints that are kept")
     log_samples: int = flag(8, "responses of each step in samples.jsonl, of those of rank 0")
-    report_to: Literal["", "tensorboard", "wandb", "trackio"] = flag(
-        "", "where each step's numbers go as well; install that package"
-    )
+    report_to: Literal["", "tensorboard", "wandb", "trackio"] = flag("", "also gets the numbers")
     eval_every: int = flag(0, "steps between evaluations; the first is before step 1 (0: none)")
     eval_benchmarks: list[str] = flag(
         ["aime24"],

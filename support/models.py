@@ -151,10 +151,9 @@ def weights_of(name: str) -> str:
 def fuse_norms(model: Model) -> Model:
     """Replace each norm in RMS_NORMS by torch's RMSNorm, one kernel on a GPU; returns the model.
 
-    The RMSNorm of transformers is eight kernels. The time of a decoding step is the time to launch
-    its kernels, and half of them would be norms. Training, token statistics and sampling all use
-    the same kernel: otherwise the policies that sample and that train would differ by rounding. In
-    float32 the numbers are those of transformers. In bfloat16 they may round differently.
+    The RMSNorm of transformers is eight kernels, half of all that a decoding step launches. In
+    float32 the numbers are the same, in bfloat16 they may round differently. So training, token
+    statistics and sampling all use the same norms.
     """
     for parent in list(model.modules()):
         for name, norm in parent.named_children():

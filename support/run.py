@@ -135,8 +135,7 @@ class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
     `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `flags`
-    are all flags of the program. `id` is the run's name for trackers. Raises InputError if a new
-    run finds files in the directory, or a resumed one finds steps and no checkpoint.
+    are all flags of the program. `id` is the run's name for trackers. Raises InputError.
     """
 
     def __init__(self, output: str, flags: dict[str, Any]):
@@ -145,7 +144,10 @@ class RunFolder:
         self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
 
     def find_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint of a resumed run."""
+        """Return the newest checkpoint of a resumed run.
+
+        Raises InputError if a new run finds files, or a resumed run finds steps and no checkpoint.
+        """
         if not self.flags["resume"]:
             must_be_empty(self.path, f"continue a run with --resume {self.path}, or name")
             return None
