@@ -364,8 +364,9 @@ def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
     names = {"instruction", "reward", "max_new_tokens"} & stored.keys() - given.keys()
     if taken := {name: stored[name] for name in sorted(names)}:
         words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
-        same = "give a base model the same flags, and --chat_template of the run"
-        progress.log(f"eval.py: {words}, as in its run; {same}")
+        progress.log(
+            f"eval.py: {words}, as in its run; a base model needs the same, and its template"
+        )
     return taken
 
 

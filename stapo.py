@@ -374,8 +374,6 @@ def collect(
             progress=f"step {step}, rollout",
         )  # temperature 1, top-p 1
         responses = [response for _, response in sorted(sampled)]  # by the index of the prompt
-    # The metrics count a response with a reward above 0 as right. So a length penalty here would
-    # lower `accuracy`, too.
     texts = [response.text for response in responses]
     rewards = torch.tensor(reward_all(task.reward, texts, problems), dtype=torch.float64)  # (B,)
     groups = rewards.view(-1, cfg.group_size)  # (P, G)
@@ -917,8 +915,8 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
     if not kept:
         raise InputError(f"--max_prompt_tokens {cfg.max_prompt_tokens}: every prompt is longer")
-    dropped = len(problems) - len(kept)
-    progress.say(f"{cfg.data}: {len(kept)} problems, {dropped} over --max_prompt_tokens dropped")
+    counts = f"{len(kept)} problems, {len(problems) - len(kept)} over --max_prompt_tokens dropped"
+    progress.say(f"{cfg.data}: {counts}")
     longest = max(len(problem["prompt_ids"]) for problem in kept)
     config = load_config(name)
     check_length(config, longest, cfg.max_new_tokens, "--max_new_tokens")
@@ -1013,8 +1011,7 @@ def main(argv: list[str] | None = None) -> None:
     """Read the flags and train. argv replaces the command line."""
     with ranks.session("stapo.py"):
         progress.quiet_libraries()
-        about = __doc__.split("\n")[0]
-        about += " @FILE reads flags from a file. --resume DIR alone continues a run."
+        about = __doc__.split("\n")[0] + " @FILE reads flags. --resume DIR continues a run."
         cfg = parse_flags(Config, about, argv)
         if cfg.threads > 0:
             torch.set_num_threads(cfg.threads)
