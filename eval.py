@@ -409,8 +409,7 @@ def run(cfg: EvalConfig) -> None:
     decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
     suite = load_benchmarks(cfg.benchmarks, cfg.samples, whole_rows=bool(cfg.reward))
     name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
-    # Absolute, because a reward may change the directory.
-    folder = Path(cfg.output or f"runs/eval-{name}").resolve()
+    folder = Path(cfg.output or f"runs/eval-{name}").resolve()  # a reward may change directory
     model, tokenizer = load(cfg.model, cfg.chat_template)
     made_from = {f"--{name}": getattr(cfg, name) for name in ("max_new_tokens", "seed")}
     made_from["--instruction"] = cfg.instruction

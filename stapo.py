@@ -968,8 +968,7 @@ def train(cfg: Config) -> None:
     Raises InputError. After a stop was asked for, it ends the program with status 130.
     """
     check_flags(cfg)
-    # With --resume, parse_flags has put that directory into cfg.output.
-    # Runs of several seeds can start in the same second.
+    # --resume has set cfg.output. The process id: several runs can start in the same second.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{os.getpid()}"
     run = RunFolder(ranks.broadcast(output), asdict(cfg))
     task = load_task(cfg, run.checkpoint)
