@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import check_png, read_csv, write_rows
+from helpers import check_png, read_csv, run, write_rows
 
+import stapo
 from support.run import append_rows
 
 pytest.importorskip("matplotlib", reason="figures.py needs matplotlib")
@@ -185,3 +186,12 @@ def test_data_that_has_moved_is_the_same_data(tmp_path, undrawn, capsys):
     assert {row["group"] for row in read_csv(tmp_path / "training.csv")} == {both, other}
     said = f"{other} minus {both}: not compared, no seed is in both (2 and 0, 1)"
     assert capsys.readouterr().out.splitlines()[0] == said
+
+
+def test_two_seeds_of_real_runs_are_one_line(tmp_path):
+    """Whatever a run writes into its config.json, the id and the changes of a resume included."""
+    run(tmp_path / "a", "--steps 1")
+    stapo.main(["--resume", str(tmp_path / "a"), "--steps", "2"])
+    run(tmp_path / "b", "--seed 1")
+    (group,) = figures.group_runs([tmp_path / "a", tmp_path / "b"])
+    assert sorted(group.runs) == [0, 1]
