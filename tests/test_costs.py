@@ -48,19 +48,3 @@ def test_pages_and_recipes_have_what_the_program_estimates():
             ]
             found = re.findall(r"^#   (\d+ x \w.*hours)$", text, re.MULTILINE)
             assert found == lines and f"disk: {rows[0]['GB of disk']} GB" in text
-
-
-def test_sentences_have_the_tables_hours():
-    """The night, the days of the paper's run on eight H100, and the whole table of eval.py."""
-    readme, training = (" ".join(page(name).split()) for name in ("README.md", "docs/training.md"))
-    night = costs.cost("--model Qwen/Qwen3-1.7B-Base", 1, "H100")["hours"].partition(": ")[2]
-    assert f"{night} hours on an H100 (estimated)" in readme
-    assert f"{night} hours on an H100 (estimated)" in training
-    hours = costs.cost("@recipes/paper-1.7b", 8, "H100")["hours"].partition(": ")[2]
-    days = [round(float(each.replace(",", "")) / 24) for each in hours.split(" to ")]
-    assert f"{days[0]} to {days[1]} days on eight H100 (estimated)" in readme
-    shape = costs.QWEN3["1.7B"]
-    rows = costs.rows_that_fit(shape, 1024 + 20480, 80e9 - 2 * costs.parameters(shape)[0])
-    seconds = costs.sampling_seconds(shape, 3.35e12, 17968, 20480, rows)
-    low, high = (round(each / 3600) for each in seconds)
-    assert f"17,968 responses, and {low} to {high} hours for 1.7B on one H100" in training

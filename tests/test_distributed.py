@@ -88,31 +88,6 @@ def test_cases_are_what_they_say(folder):
     assert first["poisoned"]["loss"] is None
 
 
-def test_two_ranks_evaluate_and_save_together(tmp_path):
-    """What one rank does."""
-    flags = """@tests/tiny/args --data tests/tiny/test.jsonl --steps 2 --batch_size 4
-        --mini_batch_size 2 --group_size 4 --max_new_tokens 16 --save_every 0
-        --eval_every 2 --eval_benchmarks tests/tiny/test.jsonl --eval_limit 5 --eval_samples 3"""
-    for world in (1, 2):
-        argv = [*flags.split(), "--output", str(tmp_path / str(world))]
-        codes = launch(stapo.main, world, tmp_path / "log", argv)
-        assert codes == [0] * world, (tmp_path / "log.0").read_text()[-3000:]
-    said, silent = ((tmp_path / f"log.{rank}").read_text() for rank in (0, 1))
-    assert "step 1 of" in said and "step 1 of" not in silent  # rank 0 speaks for all
-    one, two = (lines(tmp_path / name) for name in "12")
-    assert [line["step"] for line in one] == [line["step"] for line in two] == [0, 1, 2, 2]
-    assert "eval" in two[0] and two[0] == one[0]
-    assert "eval" in two[3] and two[3]["eval"].keys() == one[3]["eval"].keys()
-    rows = [(tmp_path / name / "evaluations" / "step_000000.jsonl").read_bytes() for name in "12"]
-    assert rows[0] == rows[1] and rows[0].count(b"\n") == 15
-    saved = [[p.name for p in checkpoints(tmp_path / name)] for name in "12"]
-    assert saved == [["step_000002"], ["step_000002"]]
-    assert len(weights(tmp_path / "1")) == len(weights(tmp_path / "2"))  # tied ones are there once
-    again = ["--resume", str(tmp_path / "2")]  # both ranks know that nothing is left to evaluate
-    assert launch(stapo.main, 2, tmp_path / "log", again, timeout=60) == [0, 0]
-    assert lines(tmp_path / "2") == two
-
-
 def test_counts_are_summed_exactly():
     assert ranks.all_sum({"tokens": 2**24 + 1}) == {"tokens": 2**24 + 1}
 

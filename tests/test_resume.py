@@ -97,12 +97,20 @@ def test_what_goes_on_equals_what_was_never_interrupted(
     assert not list(output.glob("checkpoints/*.partial"))
 
 
-def test_a_stop_on_one_of_two_ranks_ends_both_after_the_step(tmp_path):
-    argv = flags(tmp_path, 3, STOP).split()[:-4] + ["--eval_every", "0"]
-    argv += ["--output", str(tmp_path / "run")]
+def test_a_stop_on_one_of_two_ranks_ends_both_after_the_step(whole, tmp_path):
+    """And what two ranks evaluate and save is what one does."""
+    output = tmp_path / "run"
+    argv = [*flags(tmp_path, 4 + 3, STOP).split(), "--output", str(output)]
     assert launch(stapo.main, 2, tmp_path / "log", argv, timeout=60) == [130, 130]
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000001"]
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1]
+    said, silent = ((tmp_path / f"log.{rank}").read_text() for rank in (0, 1))
+    assert "step 1 of 4" in said and "step 1 of" not in silent  # rank 0 speaks for all
+    assert [path.name for path in checkpoints(output)] == ["step_000001"]
+    again = f"--resume {output} --steps 2".split()
+    for _ in "ab":  # the second time both know that nothing is left to evaluate
+        assert launch(stapo.main, 2, tmp_path / "log", again, timeout=60) == [0, 0]
+    assert [line["step"] for line in lines(output)] == [0, 1, 2, 2]
+    assert (output / "evaluations/step_000000.jsonl").read_bytes() == whole[0]["step_000000.jsonl"]
+    assert len(weights(output)) == len(whole[-1])  # tied weights are there once
 
 
 def test_signals_are_as_before_after_a_run(tmp_path):
