@@ -1,4 +1,4 @@
-"""A model to sample from beside the sharded one: the same samples, and the gradients after them."""
+"""A model to sample from beside the sharded one: the same samples, also after an update."""
 
 import contextlib
 import shutil
@@ -15,19 +15,16 @@ from support.models import gathered
 
 
 def worker(folder: Path) -> None:
-    """Rollouts from a sharded model, and a gradient after each; the errors are this process's."""
+    """Rollouts from a sharded model, before an update and after one."""
     ranks.start()
     tokenizer, plain = rollout.load_tokenizer(str(TINY)), rollout.load_model(str(folder))
     if ranks.rank() > 0:
         rollout.load_model = None  # the others are sent their shards
-    policy = rollout.load_policy(str(folder), gradient_checkpointing=True)
-    policy.train()
-    rows = [torch.arange(20, 60).view(2, 20) + rank for rank in range(2)]
-    mask = torch.ones(2, 20, dtype=torch.bool)
+    policy = rollout.load_policy(str(folder))
     # ragged: ranks that gathered anew at each token would wait for each other
     prompts = [[20, 21 + i] for i in range(6 + ranks.rank())]
     options = {"max_new_tokens": 12, "batch_size": 4, "seed": ranks.rank()}
-    for fails in (True, False):  # before the first update and after one
+    for fails in (True, False):
         with contextlib.suppress(InterruptedError), gathered(policy) as twin:
             assert twin.device == policy.model.device and twin.dtype == torch.float32
             assert fused_norms(twin) == fused_norms(policy) == fused_norms(plain) > 0
@@ -41,20 +38,13 @@ def worker(folder: Path) -> None:
             if fails:
                 raise InterruptedError
         assert all(hasattr(p, "to_local") for p in policy.parameters())  # shards again
-        policy.zero_grad(), plain.zero_grad()
-        policy(rows[ranks.rank()], mask).logp.sum().backward()
-        for ids in rows:
-            (rollout.Policy(plain)(ids, mask).logp.sum() / 2).backward()
-        for p, expected in zip(policy.parameters(), plain.parameters(), strict=True):
-            error = (p.grad.full_tensor() - expected.grad).abs().max()
-            assert error < 1e-5 * expected.grad.abs().max()
-        with torch.no_grad():  # the twin of the next round has to see this
+        with torch.no_grad():
             for parameter in (*policy.parameters(), *plain.parameters()):
                 parameter.mul_(1.25)
     torch.distributed.destroy_process_group()
 
 
-def test_samples_and_gradients_are_those_of_a_whole_model(tmp_path):
+def test_samples_are_those_of_a_whole_model(tmp_path):
     folder = shutil.copytree(TINY, tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
     codes = launch(worker, 2, tmp_path / "log", folder)

@@ -252,16 +252,10 @@ def test_right_is_a_reward_above_zero():
     assert line["accuracy"] == pytest.approx(1 / 3) and line["low_prob_fraction"] == 0.5
 
 
-@pytest.mark.parametrize("budget", [1, 20, 50, 10_000])
-def test_micro_batches_stay_within_the_budget(budget):
-    g = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, 24, (30,), generator=g).tolist()
-    batches = rollout.micro_batches(lengths, budget)
-    assert sorted(sum(batches, [])) == list(range(30))
-    for batch in batches:
-        longest = max(lengths[place] for place in batch)
-        assert len(batch) * longest <= budget or len(batch) == 1
-    assert budget != 50 or len(batches) < 15  # and the budget is used
+def test_micro_batches_stay_within_the_budget():
+    assert rollout.micro_batches([3, 9, 4, 2], budget=9) == [[1], [2, 0], [3]]
+    assert rollout.micro_batches([3, 9, 4, 2], budget=1) == [[1], [2], [0], [3]]
+    assert rollout.micro_batches([3, 9, 4, 2], budget=36) == [[1, 2, 0, 3]]
 
 
 def test_epochs_visit_every_problem_once():
