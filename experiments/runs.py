@@ -265,8 +265,8 @@ def p_value(values: Sequence[float]) -> float:
 def resolved(columns: Sequence[str], rows: Rows) -> str:
     """Which differences have p < 0.05: after Holm's correction over the table's tests, and alone.
 
-    The correction leaves out identical runs and rows of fewer than five runs: they resolve nothing
-    among many tests, and make the other tests stricter.
+    The correction leaves out identical runs and rows of fewer than five runs: they rarely resolve
+    anything among many tests, and make the other tests stricter.
     """
     tests = {}
     for row, key in [(row, key) for row in rows for key in columns]:
