@@ -190,3 +190,26 @@ def test_micro_batches_are_checked_against_the_whole():
     exec(example("check-whole"), {"tensors": micro_batches, "losses": right})
     with pytest.raises(AssertionError, match="not close"):
         exec(example("check-whole"), {"tensors": micro_batches, "losses": wrong})
+
+
+def test_verl_example_is_registered_and_equals_verls_token_mean():
+    verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
+    exec(example("verl"), {})
+    ours = verl.get_policy_loss_fn("stapo")
+    logp, old_logp, advantages, entropy, mask = drawn()
+    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+    config = types.SimpleNamespace(**clip, global_batch_info={})
+    repeated = advantages[:, None] * mask
+    args = old_logp, logp, repeated, mask.float()
+    loss, _ = ours(*args, config=config, entropy=entropy)
+    assert float(loss) == pytest.approx(float(stapo_loss(*drawn())[0]), rel=1e-5)
+    theirs = verl.compute_policy_loss(
+        *args, cliprange_low=0.2, cliprange_high=0.28, cliprange=0.2, clip_ratio_c=1e6
+    )[0]
+    justrl = stapo_loss(logp, old_logp, advantages, entropy, mask, tau_p=0.0)[0]
+    assert float(justrl) == pytest.approx(float(theirs), rel=1e-5)
+    # with verl's count of the mini-batch, micro-batches add up, on any number of ranks
+    config.global_batch_info = {"batch_num_tokens": 100, "dp_size": 2}
+    counted, _ = ours(*args, config=config, entropy=entropy)
+    expected = stapo_loss(*drawn(), denominator=50.0)[0]
+    assert float(counted) == pytest.approx(float(expected), rel=1e-5)

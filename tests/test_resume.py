@@ -180,7 +180,7 @@ def test_flags_beside_resume_win_and_are_kept_with_their_step(finished, tmp_path
         ("--reward scripts/rewards.py:dapo", "--reward scripts/rewards.py:dapo: not the problems"),
         ("--max_prompt_tokens 13", "--max_prompt_tokens 13: not the problems"),
         ("--instruction 1", "--instruction 1: not the problems"),
-        ("--chat_template none", "--chat_template none: a checkpoint keeps its template"),
+        ("--chat_template none", "--chat_template none: the run goes on with its own"),
     ],
 )
 def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys, given, names):
