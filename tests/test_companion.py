@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import types
 
 import pytest
 import torch
