@@ -48,6 +48,7 @@ FAMILIES = {
     # a mask of its own; an attention of its own
     "doge": transformers.DogeConfig(**SHAPE),
     "falcon": transformers.FalconConfig(**SHAPE, new_decoder_architecture=True),
+    "falcon, alibi": transformers.FalconConfig(**SHAPE, alibi=True),
     # a recurrent state, with keys and values beside it or without
     "lfm2": transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
     "mamba": transformers.MambaConfig(**{**SHAPE, "intermediate_size": 64}, state_size=8),

@@ -1,19 +1,15 @@
-"""One, two and four ranks compute the same thing; a run survives being killed at any moment."""
+"""One, two and four ranks compute the same thing; a rank that fails ends all."""
 
-import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FLAGS, TIMINGS, TINY, lines, make_random_model, run, weights, write_rows
-from ranks import CASES, begin, fail_in, launch, train_on_canned_rollouts
+from helpers import TIMINGS, TINY, make_random_model, write_rows
+from ranks import CASES, fail_in, launch, train_on_canned_rollouts
 from transformers import AutoTokenizer
 
-import stapo
 from support import models, ranks
-from support.run import checkpoints
 
 
 def make_folder(folder: Path) -> Path:
@@ -129,22 +125,3 @@ def test_a_rank_that_fails_ends_the_job(tmp_path, place, failing, message):
     assert ("Traceback" in logs[failing]) == (place == "update")
     if failing == 0:
         assert codes == [1, 1] and not any("Traceback" in said for said in logs)
-
-
-# ------------------------------------------------------------------------------ crash and resume
-
-
-def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    """SIGKILL soon after the first save, wherever the run then is: no step is missing or twice."""
-    whole, output = tmp_path / "whole", tmp_path / "run"
-    flags = f"{FLAGS} --steps 3 --save_every 1 --output {output}"
-    (process,) = begin(stapo.main, 1, tmp_path / "log", flags.split())
-    while process.is_alive() and not checkpoints(output):
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL and len(lines(output)) < 3
-    run(whole, "--steps 3 --save_every 1")
-    stapo.main(["--resume", str(output)])
-    assert len(lines(output)) == 3 and lines(output) == lines(whole)
-    assert weights(output) == weights(whole)

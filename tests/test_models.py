@@ -1,11 +1,12 @@
 """Models that need care: other attention, other parts, checkpoints that older programs read."""
 
+import copy
 import json
 
 import pytest
 import torch
 import transformers
-from helpers import SHAPE, STOPS, TINY
+from helpers import SHAPE, TINY, fused_norms
 
 import rollout
 import stapo
@@ -36,22 +37,6 @@ def test_a_checkpoint_has_the_rotary_positions_that_transformers_4_reads(tmp_pat
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
 
-def test_falcon_with_alibi_is_sampled_by_plain_generate():
-    torch.manual_seed(0)
-    config = transformers.FalconConfig(**SHAPE, alibi=True, new_decoder_architecture=False)
-    model = transformers.FalconForCausalLM(config).eval()
-    model.generation_config.eos_token_id = STOPS
-    assert not rollout.has_full_attention(model)
-    prompts, tokenizer = [[20, 21], [30, 31, 32]], rollout.load_tokenizer(str(TINY))
-    sampled = dict(
-        rollout.sample(model, tokenizer, prompts, max_new_tokens=8, temperature=0, batch_size=1)
-    )
-    for index, prompt in enumerate(prompts):
-        options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": STOPS}
-        whole = model.generate(torch.tensor([prompt]), pad_token_id=1, **options)
-        assert sampled[index].ids == whole[0, len(prompt) :].tolist()
-
-
 def test_a_model_without_a_base_model_is_refused_by_name():
     config = transformers.Llama4TextConfig(**SHAPE, head_dim=8, num_local_experts=2)
     with pytest.raises(InputError, match="Llama4ForCausalLM has no base model"):
@@ -74,7 +59,7 @@ def test_other_parts_than_the_language_model_are_mentioned(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
 def test_norms_with_torchs_formula_are_fused_and_no_others(kind):
-    """The same numbers to the bit in float32; Gemma's formula is another one."""
+    """The same logits and gradients to the bit in float32; Gemma's norm scales by 1 + weight."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SHAPE)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -82,7 +67,12 @@ def test_norms_with_torchs_formula_are_fused_and_no_others(kind):
         if "norm" in name:
             torch.nn.init.normal_(weight)
     ids = torch.arange(20, 40)[None]
-    expected = model(ids).logits
-    fused = sum(type(each) is torch.nn.RMSNorm for each in fuse_norms(model).modules())
-    assert (fused > 0) == (kind != "Gemma")
-    assert torch.equal(model(ids).logits, expected)
+    found = []
+    for each in (model, fuse_norms(copy.deepcopy(model))):
+        logits = each(ids).logits
+        logits.logsumexp(-1).sum().backward()
+        found.append([logits, *(parameter.grad for parameter in each.parameters())])
+    assert all(map(torch.equal, *found))
+    assert fused_norms(model) == 0
+    assert (fused_norms(each) == 2 * 2 + 1 + 2 * 2 * (kind == "Qwen3")) == (kind != "Gemma")
+    assert each.state_dict().keys() == model.state_dict().keys()
