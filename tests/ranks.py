@@ -27,10 +27,11 @@ PROMPTS, GROUP = 8, 4
 # --------------------------------------------------------------------------------------- launching
 
 
-def begin(worker: Callable, world: int, log: Path, *args) -> list[multiprocessing.Process]:
-    """Starts worker(*args) on `world` ranks, their output in log.0, log.1, ...
+def launch(worker: Callable, world: int, log: Path, *args, timeout: float = 120) -> list[int]:
+    """Runs worker(*args) on `world` ranks, their output in log.0, log.1, ...: the exit codes.
 
-    A single rank has no process group.
+    A single rank has no process group. As under torchrun, the others are ended soon after one has
+    failed. Too late is an error.
     """
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'scripts'}:{ROOT / 'experiments'}"
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -45,15 +46,6 @@ def begin(worker: Callable, world: int, log: Path, *args) -> list[multiprocessin
     ]
     for process in processes:
         process.start()
-    return processes
-
-
-def launch(worker: Callable, world: int, log: Path, *args, timeout: float = 120) -> list[int]:
-    """Runs worker(*args) on `world` ranks as `begin` does: the exit codes.
-
-    As under torchrun, the others are ended soon after one has failed. Too late is an error.
-    """
-    processes = begin(worker, world, log, *args)
     deadline = time.monotonic() + timeout
     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -81,21 +81,18 @@ def test_the_paired_test_agrees_with_the_published_quantiles(n):
 
 
 def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
-    """Four tests: 0.05 / 4, / 3, / 2, / 1. The last would pass alone, behind one that fails."""
-    p = {"a": 0.012, "b": 0.016, "c": 0.03, "d": 0.04}
-    rows = {row: {seed: {"x": row} for seed in range(5)} for row in p}
+    """Four tests: 0.05 / 4, / 3, / 2, / 1. The last would pass alone, behind one that fails.
+
+    Three seeds are tested alone, and identical runs not at all.
+    """
+    p = {"a": 0.012, "b": 0.016, "c": 0.03, "d": 0.04, "three": 0.02, 0.0: 0.001}
+    rows = {row: {seed: {"x": row} for seed in range(5)} for row in "abcd"}
+    rows["three"] = {seed: {"x": "three"} for seed in range(3)}
+    rows["same"] = {seed: {"x": 0.0} for seed in range(5)}
     monkeypatch.setattr(runs, "p_value", lambda values: p[values[0]])
     holm = "4 paired tests, corrected by Holm: p < 0.05 in a (x); b (x)."
-    assert runs.resolved(["x"], rows) == f"{holm} Alone, also in c (x: 0.030); d (x: 0.040)."
-
-
-def test_holm_leaves_out_what_resolves_nothing(monkeypatch):
-    """Three seeds are tested alone, and identical runs not at all."""
-    monkeypatch.setattr(runs, "p_value", lambda values: 0.03)
-    rows = {name: {seed: {"x": 1.0} for seed in range(n)} for name, n in (("a", 5), ("b", 3))}
-    rows["same"] = {seed: {"x": 0.0} for seed in range(5)}
-    holm = "1 paired tests, corrected by Holm: p < 0.05 in a (x)."
-    assert runs.resolved(["x"], rows) == f"{holm} Alone, also in b (x: 0.030)."
+    alone = "c (x: 0.030); d (x: 0.040); three (x: 0.020)"
+    assert runs.resolved(["x"], rows) == f"{holm} Alone, also in {alone}."
 
 
 def test_cells():

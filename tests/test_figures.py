@@ -47,7 +47,6 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
     runs = [write_run(tmp_path / f"{seed}", rows, seed=seed) for seed, rows in enumerate(seeds)]
     runs.append(write_run(tmp_path / "other", [metrics(1, 0.5)], tau_p=0.01))
     runs.append(write_run(tmp_path / "base", [metrics(1, 0.4)], method="justrl"))
-    runs.append(write_run(tmp_path / "own", [metrics(1, 0.2)], method="own"))
     monkeypatch.chdir(tmp_path)  # several runs: into figures/
     figures.main([*map(str, runs)])
     found = {
@@ -62,10 +61,8 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
         (label, 3): pytest.approx([0.6, 0.6, 0.6, 1]),
         ("STAPO, tau_p 0.01", 1): [0.5, 0.5, 0.5, 1],
         ("JustRL, tau_p 0.002", 1): [0.4, 0.4, 0.4, 1],
-        ("own, tau_p 0.002", 1): [0.2, 0.2, 0.2, 1],
     }
-    for colour in ("#D55E00", "#0072B2", "#8C8C8C"):
-        check_png(tmp_path / "figures" / "training.png", colour)
+    check_png(tmp_path / "figures" / "training.png", "#0072B2")
 
 
 def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
@@ -91,8 +88,6 @@ def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
     assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1", "2"}
     for stem in ("training", "quantiles", "updates", "evaluation"):
         check_png(run / "figures" / f"{stem}.png", "#D55E00")
-        image = figures.plt.imread(run / "figures" / f"{stem}.png")
-        assert image[[0, -1]].min() == image[:, [0, -1]].min() == 1, f"{stem}: a text is cut off"
 
 
 def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undrawn, capsys):
@@ -114,67 +109,34 @@ def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undraw
 
 
 def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
-    """Seeds 0 and 1 differ by -10 and -20 points, in the last ten steps by -12 and -20.
+    """In training JustRL is 10 and 20 points behind, in the last ten steps 12 and 20.
 
-    Seed 2 has no run of JustRL. JustRL's run of seed 1 has one step less than the others.
+    Held out it is 4 and 2 points behind at step 2, and 9 and 5 at step 4. At step 0 all are equal.
+    Its run of seed 1 has one step less. Seed 2 has no run of it.
     """
     for seed in (0, 1, 2):
-        rows = [metrics(step, 0.5 + seed / 10) for step in range(1, 14)]
-        write_run(tmp_path / f"stapo-{seed}", rows, seed=seed, lr=1e-6)
-    behind = {0: [0.0, 0.0, *[0.12] * 10, 0.5], 1: [0.2] * 12}
-    for seed, gaps in behind.items():
-        rows = [metrics(step, 0.5 + seed / 10 - gap) for step, gap in enumerate(gaps, 1)]
-        write_run(tmp_path / f"justrl-{seed}", rows, seed=seed, lr=2e-6, method="justrl")
-    figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
-    said = "JustRL, lr 2e-06 (2 runs) minus STAPO, lr 1e-06 (3 runs), seeds 0, 1: accuracy "
-    said += "-15.0 ± 5.0 points over steps 1 to 12, -16.0 ± 4.0 points over steps 3 to 12"
-    assert capsys.readouterr().out.splitlines()[0] == said
-
-
-def test_held_out_scores_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
-    """JustRL is 4 and 2 points behind at step 2, and 9 and 5 at step 4. At step 0 all are equal.
-
-    The reward is graded. JustRL alone has 9 other problems, and one more evaluation of a seed.
-    """
-    for seed, gaps in enumerate(([0, 4, 9], [0, 2, 5])):
-        rows = [metrics(1, 0.5)]
+        rows = [metrics(step, 0.5) for step in range(1, 14)]
         rows += [evaluated(step, 50.0, reward=0.5 + step / 10) for step in (0, 2, 4)]
         write_run(tmp_path / f"stapo-{seed}", rows, seed=seed)
-        rows = [metrics(1, 0.4), evaluated(4, 50.0, problems=9)]
-        rows += [evaluated(2 * i, 50.0 - x, reward=0.5 - x / 100) for i, x in enumerate(gaps)]
-        rows += [evaluated(6, 99.0, reward=0.99)] * seed
+    behind = [0.0, 0.0, *[0.12] * 10, 0.5], [0.2] * 12
+    for seed, (gaps, held_out) in enumerate(zip(behind, ([0, 4, 9], [0, 2, 5]))):
+        rows = [metrics(step, 0.5 - gap) for step, gap in enumerate(gaps, 1)]
+        rows += [evaluated(2 * i, 50.0 - x, reward=0.5 - x / 100) for i, x in enumerate(held_out)]
         write_run(tmp_path / f"justrl-{seed}", rows, seed=seed, method="justrl")
     figures.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "out")])
-    name = "JustRL (2 runs) minus STAPO (2 runs), seeds 0, 1: "
+    name = "JustRL (2 runs) minus STAPO (3 runs), seeds 0, 1: "
     said = [line.removeprefix(name) for line in capsys.readouterr().out.splitlines()]
     forty = "sums (40 problems)"
     assert said[:-1] == [
-        "accuracy -10.0 ± 0.0 points at step 1",
+        "accuracy -15.0 ± 5.0 points over steps 1 to 12, -16.0 ± 4.0 points over steps 3 to 12",
         f"held-out accuracy, {forty} -5.0 ± 1.5 points over steps 2 to 4, -7.0 ± 2.0 points "
         "at step 4",
-        "held-out accuracy, sums (9 problems) not compared, the runs have no step in common",
         f"held-out reward, {forty} -0.350 ± 0.015 over steps 2 to 4, -0.470 ± 0.020 at step 4",
     ]
-    rows = read_csv(tmp_path / "out" / "evaluation.csv")
-    drawn = [row["step"] for row in rows if row["metric"] == f"held-out reward, {forty}"]
-    assert drawn == [*"024", *"0246"]
-
-
-def test_a_reward_that_says_what_the_accuracy_says_is_left_out(tmp_path, undrawn):
-    """1 and -1 in one run, 1 and 0 in another; without a reward, as in older runs, too."""
-    rows = [evaluated(0, 20.0, reward=-0.6), evaluated(1, 30.0, reward=-0.4), evaluated(2, 30.0)]
-    one = write_run(tmp_path / "one", [metrics(1, 0.4), *rows])
-    other = write_run(tmp_path / "other", [evaluated(0, 30.0, reward=0.3)], seed=1)
-    figures.main([str(one), str(other), "--output", str(tmp_path)])
-    drawn = {row["metric"] for row in read_csv(tmp_path / "evaluation.csv")}
-    assert drawn == {"held-out accuracy, sums (40 problems)"}
 
 
 def test_data_that_has_moved_is_the_same_data(tmp_path, undrawn, capsys):
-    """Seeds 0 and 1 have it at two places. A file of that name with other rows is other data.
-
-    Seeds that no two lines share are told.
-    """
+    """Seeds 0 and 1 have it at two places. A file of that name with other rows is other data."""
     places = ["a.jsonl", "/moved/a.jsonl", "a.jsonl"]
     runs = []
     for seed, (data, mark) in enumerate(zip(places, "xxy")):
