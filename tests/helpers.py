@@ -177,18 +177,13 @@ class Page(HTMLParser):
 
     def __init__(self, page: str):
         super().__init__()
-        self.tags, self.attributes, self.inside = [], [], []
-        self.responses, self.token = [], None
+        self.tags, self.attributes, self.responses, self.token = [], [], [], None
         self.feed(page)
-        self.close()
-        assert not self.inside
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.tags.append(tag)
         self.attributes += attributes
-        if tag not in ("meta", "html"):
-            self.inside.append(tag)
         if attributes.get("class") == "tokens":
             self.responses.append([])
         if "data-about" in attributes:
@@ -196,8 +191,6 @@ class Page(HTMLParser):
             self.responses[-1].append(self.token)
 
     def handle_endtag(self, tag):
-        if tag != "html":
-            assert self.inside.pop() == tag
         if tag in ("span", "del", "b", "i"):
             self.token = None
 

@@ -1,4 +1,4 @@
-"""responses.html: any text stays text, tints and marks are right, nothing comes from elsewhere."""
+"""responses.html: any text stays text, and nothing comes from elsewhere."""
 
 import random
 import re
@@ -11,29 +11,25 @@ HOSTILE += ["</div></article>", "\\frac{1}{2}", "$x^2$", "{style}", "%s", " 所�
 HOSTILE += ["\u202e", "\u200b", "\ud800", "\x00", "\r\n", "\n\n", ".\n", "\n x", "\t", "    ", ""]
 
 
-def make_response(words: list[str], **more) -> dict:
-    """A response whose tokens are in all quadrants."""
+def make_response() -> dict:
+    """A response of hostile texts whose tokens are in all quadrants."""
     draw = random.Random(0)
-    p = [10 ** draw.uniform(-6, 0) for _ in words]
-    entropy = [draw.uniform(0, 1) for _ in words]
-    fields = {"problem": "?", "gold": "7", "advantage": 1.62, "start": 0, "length": len(words)}
-    fields |= {"token": words, "p": p, "entropy": entropy, "threshold": [0.4] * len(words)}
-    fields |= {"low_p": [x < 0.002 for x in p], "low_h": [h < 0.4 for h in entropy], "marked": 3}
+    p = [10 ** draw.uniform(-6, 0) for _ in HOSTILE]
+    entropy = [draw.uniform(0, 1) for _ in HOSTILE]
+    fields = {"problem": "".join(HOSTILE), "gold": "</h2><script>", "advantage": 1.62, "start": 0}
+    fields |= {"token": HOSTILE, "length": len(HOSTILE), "p": p, "entropy": entropy, "marked": 3}
+    fields |= {"low_p": [x < 0.002 for x in p], "low_h": [h < 0.4 for h in entropy]}
     fields["silenced"] = [low_p and low_h for low_p, low_h in zip(fields["low_p"], fields["low_h"])]
-    fields["likeliest"] = [[[draw.choice(words), 0.5 / k] for k in range(1, 6)] for _ in words]
-    return fields | more
-
-
-def page_of(*shown: dict) -> tuple[list[list[dict]], Page, str]:
-    text = page("runs/<b>", "p < τ_p <script>", [*shown], 0.002)
-    text.encode("utf-8")  # what is not a character of its own is spelt out
-    found = Page(text)
-    return [response for response in found.responses if response], found, text  # not the legend
+    fields["likeliest"] = [[[draw.choice(HOSTILE), 0.5 / k] for k in range(1, 6)] for _ in HOSTILE]
+    return fields | {"threshold": [0.4] * len(HOSTILE)}
 
 
 def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere():
-    response = make_response(HOSTILE, problem="".join(HOSTILE), gold="</h2><script>")
-    (tokens,), found, text = page_of(response)
+    response = make_response()
+    text = page("runs/<b>", "p < τ_p <script>", [response], 0.002)
+    text.encode("utf-8")  # what is not a character of its own is spelt out
+    found = Page(text)
+    (tokens,) = [tokens for tokens in found.responses if tokens]  # without the legend
     shown = [*HOSTILE]
     for character in ("\u202e", "\u200b", "\ud800", "\x00", "\r"):
         shown = [word.replace(character, ascii(character)[1:-1]) for word in shown]
@@ -47,11 +43,3 @@ def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere():
     assert set(found.tags) == own | {"article", "div", "span", "del", "i", "b"}
     assert set(found.attributes) == {*"lang charset name content class tabindex data-about".split()}
     assert not re.search(r"https?:|url\(|@import|//[a-z]", text)
-
-
-def test_a_cut_is_told():
-    cut = make_response(["b"] * 3, start=3_000, length=12_345, marked=4)
-    *_, text = page_of(make_response(["a"], marked=0), cut)
-    told = "12,345 tokens · 4 silenced · only tokens 3,001 to 3,003 are shown"
-    assert text.count(told) == text.count("are shown") == 1
-    assert text.count('<p class="facts soft">answer 7 · A = +1.62 · ') == 2

@@ -1,6 +1,5 @@
 """tokens.py on the tiny model, against plain forwards and loops; its flags and refusals."""
 
-import html
 import os
 import re
 from collections import Counter
@@ -42,19 +41,6 @@ def collected(monkeypatch):
     return found
 
 
-@pytest.fixture
-def points(monkeypatch):
-    """The axes of gradients.png when it is written."""
-    found, savefig = [], tokens.plt.Figure.savefig
-
-    def spy(fig, file):
-        found.append(fig.axes[0])
-        savefig(fig, file)
-
-    monkeypatch.setattr(tokens.plt.Figure, "savefig", spy)
-    return found
-
-
 def quadrants(out: Path) -> dict[tuple[bool, bool], list[str]]:
     """(p is low, H is low) -> the cells of that line in quadrants.md."""
     lines = (out / "quadrants.md").read_text()
@@ -93,7 +79,7 @@ def plain_tokens(model, tokenizer, batch, tau_p: float, over: str) -> list[dict]
 
 @pytest.mark.parametrize("over", ["candidates", "all"])
 def test_everything_equals_a_plain_second_computation(
-    tmp_path, tiny, tokenizer, collected, points, capsys, over
+    tmp_path, tiny, tokenizer, collected, capsys, over
 ):
     """Whatever the method. The file with the flags is read as training reads it."""
     out = look(tmp_path / "out", f"--quantile_over {over} --method justrl")
@@ -115,30 +101,16 @@ def test_everything_equals_a_plain_second_computation(
         assert [float(share.strip("%")) for share in row[1:3]] == pytest.approx(shares, rel=0.005)
         norm = sum(r["norm"] for r in own) / len(own)
         assert float(row[3]) == pytest.approx(norm, abs=6e-4)
-    thresholds = [f"{pick(r['tau_h'] for r in truth):.3g}" for pick in (min, max)]
-    likeliest = sorted(float(r["top"].values[0]) for r in silenced)
-    rule = f"τ_p is 0.1. τ_h is {thresholds[0]} to {thresholds[1]} nats: "
-    assert rule in table and f"p = {likeliest[(len(likeliest) - 1) // 2]:.3g} (the median)" in table
-    halo, dots = points[0].collections
-    assert len(halo.get_offsets()) == len(silenced)
-    ordered = sorted(truth, key=lambda r: r["low"][0])  # rare tokens are drawn last
-    for pair, r in zip(dots.get_offsets().tolist(), ordered, strict=True):
-        assert pair == pytest.approx([r["p"], r["norm"]], rel=1e-3, abs=2e-3)
     check_png(out / "gradients.png", "#D55E00")
-    text = (out / "responses.html").read_text()
     for low_h, name in ((True, "silenced tokens"), (False, "candidates that are kept")):
         words = Counter(r["text"].replace(" ", "␣") for r in truth if r["low"] == (True, low_h))
         listed = "   ".join(f"{word}\xa0({n})" for word, n in words.most_common(20))
-        said = f"{name} (with their counts):   {listed}"
-        assert said in table and html.escape(said) in text
-    check_page(text, truth, tokenizer)
+        assert f"{name} (with their counts):   {listed}" in table
+    check_page((out / "responses.html").read_text(), truth, tokenizer)
 
 
 def check_page(text: str, truth: list[dict], tokenizer) -> None:
-    """Its responses are 20 of those sampled, token by token: marked ones, then others.
-
-    Of the four responses to a problem, the first comes before the second of any problem.
-    """
+    """Its responses are 20 of those sampled, token by token: marked ones, then others."""
     sampled = {}
     for r in truth:
         sampled.setdefault(r["row"], []).append(r)
@@ -185,53 +157,25 @@ def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected):
     assert tokens.parse(["--model", "a/b"]).output == "runs/tokens-a-b"
 
 
-def of_pieces(pieces: list[str], decoder, **options) -> PreTrainedTokenizerFast:
-    """A tokenizer with exactly these pieces."""
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], **options))
-    inner.decoder = decoder
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
 # piece -> its text
-BLANKS = {
-    "9": "9",
-    "▁9": " 9",
-    "▁": " ",
-    "▁▁": "  ",
-    "▁.": " .",
-    "é": "é",
-    "▁a▁b": " a b",
-    "�": "�",
-}
-BYTE_PIECES = {"<0xE6>": "<0xE6>", "<0x80>": "<0x80>", "<0xFF>": "<0xFF>", "<0x0A>": "\n"}
-BYTE_LEVEL = {"9": "9", "Ġ9": " 9", "Ġ": " ", "ĠĠ": "  ", "Ċ": "\n", "Ã©": "é", "æī": "\\xe6\\x89"}
-BYTE_LEVEL |= {"Ģ": "\\x80", "ĠæīĢ": " 所", "Ġæ": " \\xe6", "Ã": "\\xc3", "©Ã": "\\xa9\\xc3"}
-STYLES = {
-    "llama": (
-        BLANKS | BYTE_PIECES,
-        decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        ),
-    ),
-    "metaspace": (BLANKS, decoders.Metaspace()),
-    "byte-level": (BYTE_LEVEL, decoders.ByteLevel()),
-}
+SENTENCE_PIECE = {"9": "9", "▁9": " 9", "▁": " ", "▁.": " .", "é": "é", "▁a▁b": " a b", "�": "�"}
+SENTENCE_PIECE |= {"<0xE6>": "<0xE6>", "<0x80>": "<0x80>", "<0x0A>": "\n"}
+BYTE_LEVEL = {"9": "9", "Ġ9": " 9", "Ġ": " ", "Ċ": "\n", "Ã©": "é", "æī": "\\xe6\\x89"}
+BYTE_LEVEL |= {"Ģ": "\\x80", "ĠæīĢ": " 所", "Ġæ": " \\xe6", "©Ã": "\\xa9\\xc3"}
+LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+LLAMA_2.append(decoders.Strip(" ", 1, 0))
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_token_has_its_blanks_and_its_bytes(style):
-    """SentencePiece in two forms (Llama 2 and Mistral; Unigram models), and GPT-2's and Qwen's.
-
-    Two tokens share no count, and a special token keeps its name.
-    """
-    texts, decoder = STYLES[style]
-    tokenizer = of_pieces([*texts], decoder)
+@pytest.mark.parametrize(
+    "texts, decoder",
+    [(SENTENCE_PIECE, decoders.Sequence(LLAMA_2)), (BYTE_LEVEL, decoders.ByteLevel())],
+    ids=["Llama 2", "Qwen"],
+)
+def test_a_token_has_its_blanks_and_its_bytes(texts, decoder):
+    """Two tokens share no count, and a special token keeps its name."""
+    inner = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(texts)}, merges=[]))
+    inner.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     shown = [tokens.token_text(tokenizer, i) for i in range(len(texts) + 2)]
     assert shown == [*texts.values(), "<|im_end|>", ""]  # the last one is above the vocabulary
