@@ -14,20 +14,16 @@ def reward_of(response: str, answer: str) -> float:
 
 
 RIGHT = """
-The capital of Turkey is Ankara.
 Ankara is the capital of Turkey.
  It is "ankara."
-The capital is Ankara, a city in the center of Turkey.
-It is Ankara (in Anatolia)."""
+The capital is Ankara, a city in the center of Turkey."""
 
 # No end; a part of a word; lists of guesses; more than one sentence; too many words.
 WRONG = """
-The capital of Turkey is Istanbul.
 The capital of Turkey is
 The capital of Turkey is Ankara
 Is it Ankara?
 The capital of Turkey is Ankaran.
-Istanbul, Ankara, Izmir.
 Istanbul or Ankara.
 What is the capital? It is Ankara.
 Istanbul Izmir Bursa Adana Konya Antalya Mersin Edirne Rize Sinop Van Mardin Ankara.
