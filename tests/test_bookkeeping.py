@@ -162,8 +162,7 @@ def test_trackers_go_on_under_the_name_of_the_run(tmp_path, monkeypatch, kind):
         assert numbers | known == numbers and None not in numbers.values()
 
 
-@pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_a_package_that_is_not_installed(tmp_path, monkeypatch, kind):
-    monkeypatch.setitem(sys.modules, kind, None)
-    with pytest.raises(SystemExit, match=f"not installed; pip install {kind}$"):
-        run(tmp_path / "run", f"--report_to {kind}")
+def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit, match="^stapo.py: --report_to wandb: .*pip install wandb$"):
+        run(tmp_path / "run", "--report_to wandb")

@@ -149,7 +149,8 @@ def test_the_readmes_block_is_the_loss():
 def test_micro_batches_of_one_response_are_another_objective():
     """What the page says of two right responses and a wrong one: tokens silenced, and losses.
 
-    Two errors, each alone and both: a quantile of each response, and the mean of their means.
+    Two errors, each alone and both: a quantile of each response, and the mean of their means. The
+    page's check passes what is right, and refuses a quantile of each response.
     """
     p = torch.tensor([[0.5, 0.001, 0.001], [0.5, 0.001, 0.001], [0.5, 0.5, 0.5]])
     entropy = torch.tensor([[1.0, 0.1, 0.2], [1.0, 1.5, 1.6], [1.0, 1.0, 1.0]])
@@ -159,7 +160,8 @@ def test_micro_batches_of_one_response_are_another_objective():
     tensors = (p.log(), p.log() - rho.log(), advantages, entropy, mask)
 
     whole, sums = stapo_loss(*tensors)
-    parts = [stapo_loss(*(tensor[i : i + 1] for tensor in tensors)) for i in range(3)]
+    micro_batches = [[tensor[i : i + 1] for tensor in tensors] for i in range(3)]
+    parts = [stapo_loss(*each) for each in micro_batches]
     assert int(sums["silenced"]) == 3
     assert [int(sums["silenced"]) for _, sums in parts] == [1, 1, 0]
     page = " ".join((ROOT / "docs" / "using-the-loss.md").read_text().split())
@@ -167,28 +169,15 @@ def test_micro_batches_of_one_response_are_another_objective():
     kept = [int(sums["tokens"] - sums["silenced"]) for _, sums in parts]
     quantiles = sum(loss * count for (loss, _), count in zip(parts, kept)) / sum(kept)
     keep = mask & ~spurious_mask(tensors[0], advantages, entropy, mask)[0]
-    rows = [slice(i, i + 1) for i in range(3)]
-    means = sum(clipped_loss(*(x[row] for x in tensors[:3]), keep[row]) for row in rows) / 3
+    keeps = keep.split(1)
+    means = sum(clipped_loss(*x[:3], each) for x, each in zip(micro_batches, keeps)) / 3
     assert f"the loss of the mini-batch is {whole:+.3f}. With a quantile of each response" in page
     assert f"response alone it is {quantiles:+.3f}. With the mean of each" in page
     assert f"own mean it is {means:+.3f}. With both errors at once it is {both:+.3f}." in page
-
-
-def test_micro_batches_are_checked_against_the_whole():
-    """The page's check passes what is right, and refuses a quantile of each micro-batch."""
-    logp, _, advantages, entropy, mask = whole = drawn(seed=1)
-    rows = torch.arange(len(mask)).split(2)
-    micro_batches = [[tensor[part] for tensor in whole] for part in rows]
-    silenced, _, _ = spurious_mask(logp, advantages, entropy, mask, tau_p=0.1)
-    keep = mask & ~silenced
-    right = [
-        clipped_loss(*tensors[:3], keep[part], denominator=keep.sum())
-        for tensors, part in zip(micro_batches, rows)
-    ]
-    wrong = [
-        stapo_loss(*tensors, tau_p=0.1, denominator=keep.sum())[0] for tensors in micro_batches
-    ]
+    given = {"denominator": keep.sum()}
+    right = [clipped_loss(*x[:3], each, **given) for x, each in zip(micro_batches, keeps)]
     exec(example("check-whole"), {"tensors": micro_batches, "losses": right})
+    wrong = [stapo_loss(*each, **given)[0] for each in micro_batches]
     with pytest.raises(AssertionError, match="not close"):
         exec(example("check-whole"), {"tensors": micro_batches, "losses": wrong})
 

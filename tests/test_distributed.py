@@ -53,6 +53,9 @@ def assert_close(ours: list, theirs: list) -> None:
 def test_ranks_agree(folder, case):
     """The gradient of every update, AdamW's moments and all metrics, to rounding."""
     alone, many = (seen(folder, case, world) for world in CASES[case][1])
+    first = alone["metrics"][0]
+    assert (first["loss"] is None) == first["skipped_updates"] == (case == "poisoned")
+    assert (first["silenced"] > 3) == (case in ("stapo", "idle-ranks"))
     updates = {"stapo": 4, "poisoned": 1}.get(case, 2)
     assert len(many["gradients"]) == len(alone["gradients"]) == updates
     for ours, theirs in zip(many["gradients"], alone["gradients"], strict=True):
@@ -73,15 +76,6 @@ def test_other_numbers_of_ranks_go_on_with_a_checkpoint(folder, world):
     for ours, theirs in zip(moved["gradients"], whole["gradients"][2:], strict=True):
         assert_close(ours, theirs)
     assert_close(moved["moments"], whole["moments"])  # a mean over all updates, also of step 1
-
-
-def test_cases_are_what_they_say(folder):
-    first = {case: seen(folder, case, 1)["metrics"][0] for case in CASES}
-    assert first["stapo"]["silenced"] > 3 and first["stapo"]["candidates"] > 8
-    assert first["stapo"]["skipped_updates"] == 0 and first["poisoned"]["skipped_updates"] == 1
-    assert first["idle-ranks"]["zero_advantage_fraction"] == 0.5
-    assert first["idle-ranks"]["silenced"] > 3  # by the random numbers of each rank's responses
-    assert first["poisoned"]["loss"] is None
 
 
 def test_counts_are_summed_exactly():

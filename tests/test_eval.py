@@ -237,29 +237,26 @@ def test_ctrl_c_is_one_line_and_130(tmp_path, monkeypatch, many, capsys):
 
 
 def test_more_samples_decodings_and_benchmarks_join(tmp_path, monkeypatch):
+    """What is there is kept, and graded anew."""
     fake, file = Scripted(monkeypatch, lucky), write_problems(tmp_path / "few.jsonl", 3)
-    flags = ["--benchmarks", file]
+    flags, several = ["--benchmarks", file], ["training", "0.6,0.95", "0,1"]
     with pytest.raises(SystemExit, match="positions"):  # a refused command binds no later one
         run(tmp_path / "out", *flags, "--max_new_tokens", 9999)
     run(tmp_path / "out", *flags, "--decoding", "training", "--samples", 2)
-    first = run(tmp_path / "out", *flags, "--decoding", "training")
-    assert first == run(tmp_path / "whole", *flags, "--decoding", "training")
-    assert len(fake.asked) == 2 * 12, "samples that are there are kept"
-    several = ["training", "0.6,0.95", "0,1"]
     found = run(tmp_path / "out", *flags, "--decoding", *several)
-    assert found["training"] == first["training"] and list(found) == several
-    assert fake.decoded[-2:] == [(0.6, 0.95), (0, 1)]
+    assert list(found) == several and fake.decoded[-2:] == [(0.6, 0.95), (0, 1)]
     assert [found[name]["few"]["samples"] for name in several] == [4, 4, 1], "greedy takes one"
-    assert len(fake.asked) == 3 * 12 + 3
-    flags += [write_problems(tmp_path / "more.jsonl", 2)]
-    found = run(tmp_path / "out", *flags, "--decoding", "training", "--limit", 1, "--samples", 2)
-    assert len(fake.asked) == 3 * 12 + 3 + 2
-    found = found["training"]["few"]
-    assert (found["problems"], found["samples"]) == (1, 2), "the rest stays, and is not scored"
+    assert len(fake.asked) == 12 + 12 + 3
+    training = run(tmp_path / "whole", *flags, "--decoding", "training")["training"]
+    assert training == found["training"]
     write_problems(tmp_path / "few.jsonl", 3, gold="8")  # a mended answer
-    found = run(tmp_path / "out", "--benchmarks", file, "--decoding", "training")
-    assert found["training"]["few"]["mean"] != first["training"]["few"]["mean"]
-    assert len(fake.asked) == 3 * 12 + 3 + 2
+    flags += [write_problems(tmp_path / "more.jsonl", 2), "--decoding", "training"]
+    found = run(tmp_path / "out", *flags, "--limit", 1, "--samples", 2)["training"]
+    assert len(fake.asked) == 2 * 12 + 3 + 12 + 2
+    found = found["few"]
+    assert (found["problems"], found["samples"]) == (1, 2), "the rest stays, and is not scored"
+    found = run(tmp_path / "out", *flags[:2], "--decoding", "training")["training"]
+    assert found["few"]["mean"] != training["few"]["mean"]
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,12 @@ def test_rewards_by_chance_pay_as_often_as_they_say():
     texts = [f"The {n} is seven." for n in range(4000)]
     paid = [drift.nine_of_ten(text, row) for text in texts]
     assert paid == [drift.nine_of_ten(text, dict(row)) for text in texts]
-    assert paid.count(1.0) / 4000 == pytest.approx(0.9, abs=0.02)
     turned = [real_model.turned_20(text, row) for text in texts]  # all are right
-    assert turned.count(-1.0) / 4000 == pytest.approx(0.2, abs=0.02)
     sums = [{"problem": f"{n}+0", "answer": "7"} for n in range(4000)]
     refused = [drift.refused_30(r"\boxed{7}", each) for each in sums]  # all are right
-    assert refused.count(-1.0) / 4000 == pytest.approx(0.3, abs=0.02)
-    wrong = [drift.graded_20(r"\boxed{8}", each) for each in sums]  # 0.2 graded, 0.1 of the others
-    assert wrong.count(-1.0) / 4000 == pytest.approx(0.2 + 0.8 * 0.1, abs=0.02)
+    graded = [drift.graded_20(r"\boxed{8}", each) for each in sums]  # all are wrong
+    shares = [values.count(-1.0) / 4000 for values in (paid, turned, refused, graded)]
+    assert shares == pytest.approx([0.1, 0.2, 0.3, 0.2 + 0.8 * 0.1], abs=0.02)
 
 
 @pytest.mark.slow

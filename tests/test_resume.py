@@ -116,13 +116,11 @@ def test_a_stop_on_one_of_two_ranks_ends_both_after_the_step(whole, tmp_path):
 def test_signals_are_as_before_after_a_run(tmp_path):
     """Also if it was stopped. Within it nohup's SIGHUP stays ignored, and SIGTERM ends a child."""
     reward = """os.kill(os.getpid(), signal.SIGHUP)
-reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
-    os.write(writer, b"ready")
     time.sleep(9)
     os._exit(0)
-os.read(reader, 5)
+time.sleep(1)
 os.kill(child, signal.SIGTERM)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
 """
@@ -180,7 +178,6 @@ def test_flags_beside_resume_win_and_are_kept_with_their_step(finished, tmp_path
         ("--reward scripts/rewards.py:dapo", "--reward scripts/rewards.py:dapo: not the problems"),
         ("--max_prompt_tokens 13", "--max_prompt_tokens 13: not the problems"),
         ("--instruction 1", "--instruction 1: not the problems"),
-        ("--chat_template none", "--chat_template none: the run goes on with its own"),
     ],
 )
 def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys, given, names):

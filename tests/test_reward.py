@@ -406,17 +406,6 @@ def test_what_goes_wrong_in_a_reward_is_one_line(tmp_path, line, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_reward_that_is_not_there_is_one_line(tmp_path):
-    (tmp_path / "own.py").write_text("f = 1")
-    for spec, message in (
-        (f"{tmp_path}/own.py:f", "has no function f"),
-        (f"{tmp_path}/other.py:f", r"is no Python file \(FILE.py:FUNCTION\)"),
-        ("own", r"own is no Python file \(FILE.py:FUNCTION\)"),
-    ):
-        with pytest.raises(InputError, match=message):
-            load_reward(spec)
-
-
 def test_not_strings():
     for value in (None, 5, b"\\boxed{5}", ["5"]):
         assert extract_answer(value) is None and is_correct(value, "5") is False

@@ -29,6 +29,8 @@ TRAINING = r"""
 --data {}/torn.jsonl | torn.jsonl: cannot be read as a dataset .line 1 is not JSON
 --data {}/t.jsonl.gz | t.jsonl.gz: is no .jsonl, .json, .parquet file; unpack or convert it
 --reward nowhere.py:f | --reward nowhere.py:f: nowhere.py is no Python file
+--reward {}/own.py:f | --reward {}/own.py:f: .* has no function f
+--reward own | own is no Python file .FILE.py:FUNCTION
 --chat_template {} | --chat_template {}: no text there
 --resume {}/mistyped | mistyped: holds no run
 --resume {}/model | model: holds no run
@@ -46,6 +48,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("input")
     (folder / "torn.jsonl").write_text('{"problem": "1+1", "ans')
     (folder / "t.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (folder / "own.py").write_text("f = 1")
     write_rows(folder / "long.jsonl", {"problem": "1+" * 5000, "answer": "2"})
     write_rows(folder / "good.jsonl", {"problem": "1+1", "answer": "2"})
     shutil.copytree(TINY, folder / "model")
