@@ -209,57 +209,41 @@ def test_greedy_responses_are_those_of_plain_generate(family, tokenizer, monkeyp
         assert [(r.ids, r.truncated) for r in responses] == expected
 
 
-@pytest.mark.parametrize("slots", [96, 4])
-def test_a_prompt_is_prefilled_once_for_its_group(random_model, tokenizer, slots):
-    """12 groups of 8, all at once and four rows at a time: at most twice the prompts' tokens."""
-    model, prompts, prefilled = random_model(spread=0.3), random_prompts(12, 60), []
-    model.generation_config.eos_token_id = STOPS
+@pytest.mark.parametrize("slots", [96, 6])
+def test_slots_are_refilled_and_a_group_shares_its_prefill(random_model, monkeypatch, slots):
+    """12 groups of 8, all at once and six rows at a time: at most twice the prompts' tokens.
 
-    def count(_module, _args, given):
-        if given["attention_mask"] is None:  # a prefill
-            prefilled.append(int((given["input_ids"] != 0).sum()))  # 0 is padding
-
-    model.register_forward_pre_hook(count, with_kwargs=True)
-    rows = [prompt for prompt in prompts for _ in range(8)]
-    responses = in_order(sample(model, tokenizer, rows, max_new_tokens=50, batch_size=slots))
-    assert [r.prompt_ids for r in responses] == rows
-    assert len({tuple(r.ids) for r in responses}) > 80
-    distinct = sum(len(prompt) - 1 for prompt in prompts)  # the first decoding step has the last
-    assert distinct <= sum(prefilled) <= (1 if slots == 96 else 2) * distinct
-
-
-def test_a_freed_slot_takes_the_next_prompt(random_model, monkeypatch):
-    """Decoding steps as counted by hand: a slot is idle for less than CHECK_EVERY steps.
-
-    A stop id ends its row and belongs to it, also the id that pads. A forward over prompts stays
-    within its number of tokens.
+    A slot is idle for less than CHECK_EVERY steps. A stop id ends its row and belongs to it, also
+    the id that pads. A forward over prompts stays within its number of tokens.
     """
-    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 20)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 60)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(14)
-    model, forwards, prompts = random_model(spread=0.3), [], random_prompts(60, 9)
+    model, prefills, steps = random_model(spread=0.3), [], []
     model.generation_config.eos_token_id = STOPS
 
     def count(_module, _args, given):
         assert not torch.is_grad_enabled()  # nothing is kept for a backward
-        forwards.append(given["input_ids"].shape)
+        (prefills if given["attention_mask"] is None else steps).append(given["input_ids"])
 
     model.register_forward_pre_hook(count, with_kwargs=True)
-    settings = {"max_new_tokens": 50, "batch_size": 6, "seed": 1}
-    responses = in_order(sample(model, tokenizer, prompts, **settings))
+    prompts = random_prompts(12, 50)
+    rows = [prompt for prompt in prompts for _ in range(8)]
+    responses = in_order(sample(model, tokenizer, rows, max_new_tokens=50, batch_size=slots))
     stops = {*STOPS, tokenizer.eos_token_id}
     for r in responses:
         assert not {*r.ids[:-1]} & stops and r.truncated == (r.ids[-1] not in stops)
         assert r.text == tokenizer.decode(r.ids, skip_special_tokens=True)
     assert tokenizer.pad_token_id == 14 in [r.ids[-1] for r in responses]
-    assert [r.prompt_ids for r in responses] == prompts
-    assert max(rows for rows, _ in forwards) == 6  # at most batch_size at a time
-    assert max(rows * width for rows, width in forwards) <= 20
+    assert [r.prompt_ids for r in responses] == rows
+    assert len({tuple(r.ids) for r in responses}) > 80
+    assert max(ids.numel() for ids in prefills) <= 60 and max(map(len, steps)) == slots
+    distinct = sum(len(prompt) - 1 for prompt in prompts)  # the first decoding step has the last
+    prefilled = sum(int((ids != 14).sum()) for ids in prefills)  # 14 is padding
+    assert distinct <= prefilled <= (1 if slots == 96 else 2) * distinct
     # each response costs a slot its length, rounded up to the next look at the tokens
     lengths = [len(r.ids) for r in responses]
-    steps = sum(width == 1 for _, width in forwards)
-    assert steps <= (sum(lengths) + 7 * 60) / 6 + max(lengths) + 8
-    assert steps < 0.8 * sum(max(lengths[i : i + 6]) for i in range(0, 60, 6))  # of batches
+    assert len(steps) <= (sum(lengths) + 7 * 96) / slots + max(lengths) + 8
 
 
 @BOTH_PATHS
