@@ -114,40 +114,24 @@ def wide_sum(total, left, right, out_dtype, *, out):
 CUDA_ONLY = {aten.mm.dtype: wide_product, aten.addmm.dtype_out: wide_sum}
 MOVES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-TAKE_NUMBERS = (*INDEXING, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 
 
-class Facts:
-    """What an operation's schema says, which is slow to read: kept for each operation."""
-
-    def __init__(self, func):
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        self.composed = has_kernel(func.name(), "CompositeImplicitAutograd")
-        arguments = func._schema.arguments
-        self.names = [a.name for a in arguments]
-        self.written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
-        self.takes_numbers = torch.Tag.pointwise in func.tags or func in TAKE_NUMBERS
-
-
-facts = functools.cache(Facts)
+@functools.cache
+def is_composed(func) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd")
 
 
 def tensors_in(value) -> list:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
-def refuse_mixtures(func, args, kwargs, tensors) -> None:
-    """CUDA refuses CPU tensors, but as indices and, unwritten, as numbers without a dimension."""
-    on_gpu = [isinstance(x, OnGPU) for x in tensors]
-    if all(on_gpu) or not any(on_gpu) or func in MOVES:
-        return
-    known = facts(func)
-    for name, value in (dict(zip(known.names, args)) | kwargs).items():
-        for x in tensors_in(value):
-            index = name == "indices" and func in INDEXING
-            number = x.dim() == 0 and known.takes_numbers and name not in known.written
-            if not (isinstance(x, OnGPU) or index or number):
-                raise RuntimeError(f"{func}: {name} is on {x.device}, others are on cuda:0")
+def refuse_mixtures(func, tensors) -> None:
+    """CUDA refuses CPU tensors, except as indices and as numbers without a dimension."""
+    refused = tensors[:1] if func in INDEXING else tensors
+    on_cpu = [x for x in refused if not isinstance(x, OnGPU) and x.dim()]
+    if on_cpu and any(isinstance(x, OnGPU) for x in tensors) and func not in MOVES:
+        raise RuntimeError(f"{func}: a tensor is on {on_cpu[0].device}, others are on cuda:0")
 
 
 def dispatch(func, types, args, kwargs, mode=None):
@@ -158,12 +142,12 @@ def dispatch(func, types, args, kwargs, mode=None):
     device = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
     if not gpu and device != "cuda":
         return func(*args, **kwargs)
-    if facts(func).composed:
+    if is_composed(func):
         with mode or contextlib.nullcontext():  # inference mode hands composed operations over
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
-    refuse_mixtures(func, args, kwargs, tensors)
+    refuse_mixtures(func, tensors)
     plain_args, plain = pytree.tree_map_only(OnGPU, lambda x: x.numbers, (args, kwargs))
     if device is not None:
         plain["device"] = "cpu"

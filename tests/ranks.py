@@ -180,7 +180,6 @@ def run(case: str, folder: Path) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, or of all ranks' shards of one."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 

@@ -101,7 +101,6 @@ def test_characters_that_the_terminal_does_not_have_are_replaced(tmp_path, monke
     "gap, z, warned", [(0.01, -9, 1), (-0.01, 9, 1), (0.01, 3, 0), (0.001, 9, 0)]
 )
 def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, capsys):
-    """Few tokens move the gap, and very many the z."""
     progress.check_sampler({"step": 1, "sampling_gap": gap, "sampling_z": z})
     assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
 
@@ -132,7 +131,6 @@ def test_tensorboard_has_each_step_once_also_of_a_resumed_run(tmp_path):
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_trackers_go_on_under_the_name_of_the_run(tmp_path, monkeypatch, kind):
-    """A stand-in has the calls that both packages document."""
     calls = []
 
     class Run:

@@ -19,7 +19,6 @@ from support import ranks
 
 
 def test_the_copied_section_needs_torch_alone(tmp_path):
-    """The page's own command makes a module of it; what it needs beyond torch would be missing."""
     page = (ROOT / "docs" / "using-the-loss.md").read_text()
     command = re.search(r"```sh\n(.*?)```", page, re.DOTALL)[1].replace("> ", f"> {tmp_path}/")
     subprocess.run(["bash", "-c", command], cwd=ROOT, check=True)
@@ -107,7 +106,6 @@ def test_sampler_example(capsys, tiny_model, tokenizer):
 
 
 def test_dapos_rule_by_hand():
-    """The strict rule, loaded as --reward loads it."""
     dapo = load_reward(f"{ROOT}/scripts/rewards.py:dapo")
     row = {"question": "6 + 28?", "reward_model": {"ground_truth": "34"}, "level": 3}
     end = "x" * (100 - len(r"\boxed{34}"))

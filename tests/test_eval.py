@@ -216,8 +216,6 @@ def test_a_kill_costs_no_response_but_a_torn_one(tmp_path, monkeypatch, many, ra
 
 
 def test_ctrl_c_is_one_line_and_130(tmp_path, monkeypatch, many, capsys):
-    """The same command goes on."""
-
     def happens(number: int) -> None:
         if number == 5:
             raise KeyboardInterrupt

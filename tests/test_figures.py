@@ -34,7 +34,6 @@ def write_run(path: Path, rows: list[dict], **flags) -> Path:
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """For tests of numbers: drawing takes nearly all of the time."""
     monkeypatch.setattr(figures.plt.Figure, "savefig", lambda *_: None)
 
 

@@ -44,7 +44,6 @@ def test_a_model_without_a_base_model_is_refused_by_name():
 
 
 def test_other_parts_than_the_language_model_are_mentioned(tmp_path, capsys):
-    """A vision-language model: one line says that its other parts are not trained."""
     text = {**SHAPE, "head_dim": 8, "num_hidden_layers": 4}
     config = transformers.Qwen3_5Config(text_config=text)
     transformers.Qwen3_5ForCausalLM(config.get_text_config()).save_pretrained(tmp_path)

@@ -49,14 +49,12 @@ def flags(folder: Path, number: int = 0, happening: str = "") -> str:
 
 
 def left(output: Path) -> tuple:
-    """What two runs of the same flags have in common."""
     texts = {file.name: file.read_bytes() for file in output.glob("evaluations/*")}
     return texts, (output / "samples.jsonl").read_bytes(), lines(output), weights(output)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What an uninterrupted run leaves."""
     folder = tmp_path_factory.mktemp("whole")
     run(folder / "run", flags(folder))
     return left(folder / "run")

@@ -249,7 +249,6 @@ def test_slots_are_refilled_and_a_group_shares_its_prefill(random_model, monkeyp
 @BOTH_PATHS
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_nan_end_the_sampling(family, temperature, tokenizer):
-    """In one of the rows, with one line."""
     model = make_family(family)
     with torch.no_grad():
         model.get_input_embeddings().weight[90] = math.nan

@@ -82,7 +82,6 @@ def updated(model, batch, current, own=None, optimizer=None, **flags):
 
 
 def assert_gradient(optimizer, loss, model) -> None:
-    """The update's gradient is that of a loss."""
     loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     atol = 1e-5 * float(expected.abs().max())

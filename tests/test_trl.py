@@ -27,7 +27,6 @@ PROMPTS, GROUP = 32, 2
 
 
 def response(prompt: list[int], member: int) -> list[int]:
-    """The ids of a prompt's response: 3 to 24 of them."""
     g = torch.Generator().manual_seed(hash((*prompt, member)) % 2**31)
     length = int(torch.randint(3, 25, (), generator=g))
     return torch.randint(2, 100, (length,), generator=g).tolist()
@@ -52,7 +51,6 @@ grpo_trainer.VLLMGeneration = Engine
 
 
 def reward(completion_ids, **_) -> list[float]:
-    """About half of the responses are right."""
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
@@ -211,7 +209,6 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
 
 
 def test_a_routers_loss_is_refused_by_name(tmp_path):
-    """TRL's default is the model's own coefficient."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 320, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -242,7 +239,6 @@ def test_a_message_names_the_flag_that_was_given(tmp_path, flag, named):
 
 
 def page() -> list[list[str]]:
-    """The flags of each command of the page."""
     text = (ROOT / "docs" / "using-the-loss.md").read_text().partition("## TRL")[2]
     block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", "")
     shared = re.search(r"flags=\((.*?)\)", block, re.DOTALL)[1]
