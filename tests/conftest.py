@@ -12,12 +12,6 @@ from support import ranks
 torch.set_num_threads(1)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """Tests for a GPU skip where there is none, and the run is green."""
-    if config.option.markexpr == "gpu" and not torch.cuda.is_available():
-        terminalreporter.write_line("PyTorch has no CUDA GPU: nothing ran on one")
-
-
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
     """Without the marker `gpu` a test runs on the CPU, also where there is a GPU: same numbers."""

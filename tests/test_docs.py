@@ -149,13 +149,10 @@ def test_a_recipe_names_what_it_is(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path, monkeypatch):
-    """One step on the tiny model, on rows like DAPO-Math-17k's, with evaluation if it has one."""
+    """One step on the tiny model, with the column of DAPO-Math-17k, and its evaluation if any."""
     rows = read_rows(TINY / "test.jsonl")
     write_rows(tmp_path / "bench.jsonl", *rows[:2])
-    turns = [[{"role": "user", "content": row["problem"]}] for row in rows]
-    golds = [{"reward_model": {"ground_truth": row["answer"]}} for row in rows]
-    golds = [gold | {"answer": row["answer"]} for gold, row in zip(golds, rows)]
-    rows = [{"prompt": prompt} | gold for prompt, gold in zip(turns, golds)]
+    rows = [row | {"reward_model": {"ground_truth": row["answer"]}} for row in rows]
     write_rows(tmp_path / "train.jsonl", *rows)
     cfg, run = read_recipe(path), tmp_path / "run"
     small = f"""--model {TINY} --data {tmp_path}/train.jsonl --instruction= --steps 1 --batch_size 4

@@ -89,12 +89,6 @@ def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
     assert runs.resolved(["x"], rows) == f"{holm} Alone, also in {alone}."
 
 
-def test_cells():
-    assert runs.cell([1.0, 3.0], "+.1f") == "+2.0 ± 1.0"
-    assert runs.cell([1.0, 3.0], "mean .2f") == "2.00"
-    assert runs.cell([1.0, 3.0], "95 .1f") == "2.0 (-10.7 to 14.7)"  # 12.71 errors of 1
-
-
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_every_planned_run_is_one_of_stapo(part, monkeypatch):
     monkeypatch.chdir(ROOT)
