@@ -105,6 +105,13 @@ def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, capsys
     assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
 
 
+def test_a_run_warns_if_its_sampler_is_wrong(tmp_path, monkeypatch, capsys):
+    real = stapo.sample
+    monkeypatch.setattr(stapo, "sample", lambda *a, **k: real(*a, **k | {"temperature": 0.5}))
+    run(tmp_path / "run", f"--data {TINY}/train.jsonl --steps 1 --batch_size 16 --group_size 8")
+    assert "the sampler does not draw from the policy" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------- trackers
 
 
