@@ -23,12 +23,6 @@ LOOK = """@tests/tiny/args --data tests/tiny/train.jsonl --batch_size 48 --mini_
     --group_size 4 --max_new_tokens 40 --tau_p 0.1"""
 
 
-def look(output: Path, extra: str = "", flags: str = LOOK) -> Path:
-    os.chdir(ROOT)
-    tokens.main(f"{flags} --output {output} {extra}".split())
-    return output
-
-
 @pytest.fixture
 def collected(monkeypatch):
     """(step, config, batch) of each time that responses are collected."""
@@ -84,7 +78,8 @@ def test_everything_equals_a_plain_second_computation(
     tmp_path, tiny, tokenizer, collected, capsys, over
 ):
     """Whatever the method. The file with the flags is read as training reads it."""
-    out = look(tmp_path / "out", f"--quantile_over {over} --method justrl")
+    os.chdir(ROOT)
+    tokens.main(f"{LOOK} --quantile_over {over} --method justrl --output {tmp_path}".split())
     printed, batch = capsys.readouterr().out, collected[0][2]
     truth = plain_tokens(tiny, tokenizer, batch, 0.1, over)
     every, silenced = int(batch.mask.sum()), [r for r in truth if all(r["low"])]
@@ -94,21 +89,21 @@ def test_everything_equals_a_plain_second_computation(
     said += f"{100 * len(silenced) / every:.3g} %\ncandidates in a mini-batch: {candidates / 3:.1f}"
     assert f"{said}\n" in printed
     assert f"step 1: reward {float(batch.rewards.mean()):.4g}, accuracy " in printed
-    table = (out / "quadrants.md").read_text()
-    assert table in printed and len(quadrants(out)) == 4
-    for low, row in quadrants(out).items():
+    table = (tmp_path / "quadrants.md").read_text()
+    assert table in printed and len(quadrants(tmp_path)) == 4
+    for low, row in quadrants(tmp_path).items():
         own = [r for r in truth if r["low"] == low]
         assert int(row[0]) == len(own) > 0
         shares = [100 * len(own) / total for total in (len(truth), every)]
         assert [float(share.strip("%")) for share in row[1:3]] == pytest.approx(shares, rel=0.005)
         norm = sum(r["norm"] for r in own) / len(own)
         assert float(row[3]) == pytest.approx(norm, abs=6e-4)
-    check_png(out / "gradients.png", "#D55E00")
+    check_png(tmp_path / "gradients.png", "#D55E00")
     for low_h, name in ((True, "silenced tokens"), (False, "candidates that are kept")):
         words = Counter(r["text"].replace(" ", "␣") for r in truth if r["low"] == (True, low_h))
         listed = "   ".join(f"{word}\xa0({n})" for word, n in words.most_common(20))
         assert f"{name} (with their counts):   {listed}" in table
-    check_page((out / "responses.html").read_text(), truth, tokenizer)
+    check_page((tmp_path / "responses.html").read_text(), truth, tokenizer)
 
 
 def check_page(text: str, truth: list[dict], tokenizer) -> None:
