@@ -14,7 +14,6 @@ from support.answers import RULES
 
 EQUAL = r"""
 \frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}
-1\frac{4}{5} | 1.8 | 1 4/5
 11,\! 111,\! 111,\! 100 | 11111111100 | 11,111,111,100 | 11{,}111{,}111{,}100
 17.5\% | 17.5 | 17.5 percent | 17.5\text{ percent} | 0.175 | 17.5\% \text{ increase}
 5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5 \text{ 元} | 5元
@@ -22,74 +21,48 @@ EQUAL = r"""
 5 | \overline{AB} = 5 | \{5\} | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7)
 15 | 15\mbox{ cm}^2 | 5 \text{ cm} \times 3 \text{ cm}
 3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
-\text{-}5 | -5
-\sqrt{12} | 2\sqrt3
 5 \sqrt[3]{4} | 5\cdot 4^{1/3}
-\sqrt{-4} | 2i
 \frac{100!}{2^{50}} | 100!/2^50
 \binom{2n}{n} | \frac{(2n)!}{(n!)^2}
 (n-2) 2^{n} | 2^n n - 2^{n+1}
-e^{i\pi} | -1
 0 | \sin \pi
 (5/2)! | \frac{15\sqrt\pi}{8}
 \sin(x) y | y \sin x
 \sin x | sin(x) | sin x
 3 | \log_2 8 | 3^{\text{rd}}
-\ln^{-1} 2 | 1/\ln 2
 \sin ^{2} \theta | 1 - \cos^2(\theta)
 \operatorname{sin} 2x | 2 \sin x \cos x
 \sin^{-1}\frac{10}{13} | \arcsin(10/13)
 \ln 2 - i | \mathrm{ln}\,2-\text{i} | \text{ln}(2) - \mathrm{i}
-\sqrt{x^2} | x
-x^{2020} + 1 | 1 + x^{2020}
 (3/7)^{1300} (11/5)^{900} | (11/5)^{900} (3/7)^{1300}
-\mathbf{v} + \vec{a} t | v + a t
-y^{\prime}+r y-r x(t)=0 | y' = r x(t) - r y
-I(0) + 1 | 1 + I(0)
 v_{\text{red}} t | t v _{red}
 2x + 2y = 200004 | x + y = 100002 | y = 100002 - x
 y = \sqrt{2} x + e^x | e^x - y + \sqrt2 x = 0
-(x,y) = (1,2) | (1,2)
-f(x)=x, f(x)=-x | f(x)=-x, f(x)=x
 12 | f(2)+f(3) = 12 | 12^{\mathrm{th}} \text{ day}
-4 | AB=4\text{ cm} | NO = 4
-m+n = 20+17 = 37 | 37
 \sin\theta = \frac{3}{5} | \frac35
 3.14 | AB \approx 3.14 | ≈ 3.14
 \sqrt2 | x = \sqrt{2} \approx 1.41 | \sqrt{2} \text{ m} \approx 1.41 \text{ m}
 5 | 5 cm | 5kg | 5 km/h
 \mathbb{R} | (-\infty,\infty) | x \in \mathbb R | \text{all real numbers}
-(1, 2) | \left( 1,2 \right)
 -(1, 2) | (-1, -2)
 3, 1, 2 | \{1, 2, 3\} | 1, 2, and 3 | x \in \{1, 2, 3\} | x = 1, x = 3 or x = 2
 100,200 | 100200 | 200, 100 | 100 and 200
-\{1\pm\sqrt{5},-2\} | -2, 1+\sqrt5, 1-\sqrt5
 x \in [-2,7] | -2 \le x \le 7 | 7 \ge x \geq -2
 k \geqslant 2 | [2, \infty) | 2 \le k
 x < 2 | (-\infty, 2) | 2 > x
 0 <= x_1 < 1 | [0,1) | x_1 \in [0,1)
 (-\infty, 0) \cup\{1\}. | \{1\} ∪ (-∞, 0) | a < 0 \text{ or } a = 1
-\begin{pmatrix} 1/5 \\ 2 \end{pmatrix} | \begin{bmatrix} 0.2 \\ 2 \end{bmatrix}
 \begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix} | \begin{bmatrix}-1&0\\0&-1\end{bmatrix}
 \frac{1}{5}\begin{pmatrix} 1 \\ -18 \end{pmatrix} | \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}
 17_9 | 17 | 17_{9} | (17)_9
-\text{Evelyn} | evelyn
-\text{MR} = \text{SRMC} | MR=SRMC
 5 \ (\text{mod } 7) | 5 \bmod 7
-N \equiv 5 \pmod{10^3} | 5 mod 10^3
 n \equiv 1, 3 \pmod 8 | 3, 1
-n \bmod 2 | n \pmod{2}
 2:3 | 4:6
 12 | 12 \text{ divisors} | 12 \text{ factors} | 12 divisors | 12\text{ red cars} | 12\text{ people}
-\pm a m | \pm am
-\\left( 3, \\frac{\\pi}{2} \\right) | \left( 3, \frac{\pi}{2} \right)
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
 t^{2} \lvert y \rvert | t^2 \left| y \right|
--221_{3} | -221_3
 \{x \mid x^{2} > 2\} | \{ x \vert x^2 > 2 \}
 （1，2） | (1,2)
-25％ | 25\%
-ｘ＝７。 | x = 7
 ｛1；2｝ | 2, 1
 210 | \frac{10!}{4!6!} | {10 \choose 4} | 10 \choose 4 | \frac{35}{144} 3!4!3!
 3.5 | 3.5\,\frac{\text{m}}{\text{s}} | 3.5\,\frac{\mathrm{kg}\cdot\mathrm{m}}{\mathrm{s}^{2}}
@@ -102,17 +75,12 @@ x != 3 | x \ne 3 | x \not= 3
 30º ‑ 2½θ⁻⁴ | 30^\circ - 2\frac12\theta^{-4}
 1, 2, \ldots, n | 1, 2, \dots, n | 1, 2, ..., n | 1,2,…,n
 \sin{60^\circ} | \frac{\sqrt3}{2} | \sin 60^{\circ} | \cos (90° - 60°)
-(0, \pm 2), (4, \pm 23) | (0,2), (0,-2), (4,23), (4,-23)
 1 + \left\lceil \dfrac{n}{2} \right\rceil | \lceil n/2 \rceil + 1 | ⌈n/2⌉ + 1
-x > -1 \text{ and } x < 1 | x < 1 and x > -1 | x > -1, x < 1
 m = 2 and n = 3 | n = 3, m = 2 | 2, 3
 \cot^{-1} 2 | \arctan(1/2) | \operatorname{arccot} 2
-\cosh^{-1} 2 | \ln(2+\sqrt3) | \operatorname{arcosh} 2
 AB, 2CD | 2DC, AB
 x = 1, y = 2 | \begin{cases} x = 1, \\[2pt] y = 2. \end{cases} | (y = 2, x = 1)
-x = 1 and y = 2 | \begin{align*} y &= 2 \\ x &= 1 \\ \end{align*} | x = 1, y = 2
 x = 1, y = 2 | \left\{ \begin{array}{rcl} x & = & 1 \\ y & = & 2 \end{array} \right.
-x + y = 3, x - y = 1 | \begin{cases} x - y = 1 \\ x + y = 3 \end{cases}
 \begin{cases} \frac12 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} .5, & 0<x \\ 0, & x=0 \end{cases}
 (3, -2) | 3\mathbf{i} - 2\mathbf{j} | -2{\bf j} + 3{\bf i} | \vec{v} = 3\hat{\imath} - 2\hat{\jmath}
 (3, 0, -2) | 3\hat{\mathbf{i}} - 2\hat{\mathbf{k}} | \frac{1}{2}(6\vec{i} - 4\vec{k})
@@ -130,25 +98,20 @@ DIFFERENT = r"""
 2 | \mathrm{ln}\,2 | \text{arctan}(2) | 2\text{ pi} | 2\text{i} | 2 sin x
 1.5 | 1.50001
 \pi | 3.1415927
-10^{100} | 10^{100}+1
 2^{100}+2 | 2^{100}-2
 \frac{1}{2004!} | \frac{1}{2006!}
 e^{500} e^{500} | e^{400} e^{500} | 5
 x + 10^{10} | x + 10^{10} + 1
 \frac13 | 0.3333 | 0.333...
--2 | \sqrt{-4}
 1 | \frac{1}{0} | NaN | \lceil \{1\} \rceil
-3!! | 720
 n^2! | (n^2)!
 (1,2) | (2,1) | [1,2] | (1,2]
 \{1,1\} | \{1,2\} | 1
-1,2 | 1,2,3 | 12
 6 | \{5, 6\} | 2 3 | {2}{3} | 6 \text{ one-hundredths}
 x | |x| | y | \dot{x} | x = y
 0.\overline{3} | 0.\overline{6} | 0 | 0.3
 0 | I(0) | x - \{x\}
 0 | 0 \text{ At Most} | \text{at least} \cdot 0 | 0 \Rightarrow x
-17_9 | 17_8
 1:2:3 | 1:3:2
 4:30 | 4.5 | 2:15
 5 \text{ a.m.} | 5 \text{ p.m.}
@@ -164,7 +127,6 @@ v_\text{red} | v_\text{blue}
 y=2x | x=2y
 z | x + y = z | z + 1 = z
 SRMC | MR=SRMC | \text{MR} = \text{SRMC}
-MR = SRMC | MR = SRAC
 5 | 2x = 5 | x^2 = 5 | -x = 5 | x \not= 5 | \lfloor 5.5 \rceil | \lfloor (1,2) \rfloor
 5 | 5 \text{ at most} | 5 \text{ squared} | 5 million | 5 \text{ tenths}
 5 | 5 \text{\text{ at least } cents} | 5 \text{ ft 6 in}
@@ -173,62 +135,44 @@ MR = SRMC | MR = SRAC
 2x | 2x = e | 2^x = \pi
 f(2) = 5 | f(3) = 5
 x=y=z=1 | x=y=1
-f(x,y)=x-y | f(y,x)=x-y
-n = 100002 | n = 100003
 x^2 + y^2 = 10^{20} | x^2 + y^2 = 10^{20} + 1
-1000001 x + y = 1 | 1000002 x + y = 1
-y = e^x + 1000000 | y = e^x + 1000001
 36 \approx 37 | 37
 x > 2 | x \ge 2
 x \ne 2 | x < 2
 [1,2] | 2x \in [1,2] | x \in A | ]1,2]
 1 < 2x < 4 | (1,4)
 (4 \text{ or } 6) | (4, 6)
-\mathbb{R} \setminus \{2\} | \mathbb{R}
 2[1,2] | [2,4] | (2,4)
 \infty | -\infty | 2 \infty | 1.7 \cdot 10^{300}
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 2 & 1 \\ 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix}\begin{pmatrix} 1 \\ 2 \end{pmatrix} | ((1,2),(2,4))
-\begin{pmatrix} 1 \\ 2 \end{pmatrix}^2 | \begin{pmatrix} 1 \\ 4 \end{pmatrix}
 \lfloor n/2\rfloor | \lceil n/2\rceil | n/2
 x 2 | 2x
 1 234 567 8 | 12345678
-5^\circ 30' | 150
 50\% 20 | 1000
-\sin 2 3 | \sin 6
 12 \text{ out of } 15 | 180 | 12 \text{ in } 15
-\sqrt{2} \text{ ft } 3 \text{ in} | 3\sqrt2
-\text{at least } 5 | \text{at most } 5
 4, 6, \text{none} | 4, 6
 x = \text{5} + 1 | x = 1
 5 \pmod 7 | 5 \bmod 8 | 35
 x \equiv 1,3 \pmod 7 | 3,1 \pmod 8
 1, 2 | 1, 2, ...
 \sum_{k=1}^{n} k = 55 | 55
-n \bmod m | m \bmod n
-5 mod m | 5 mod n
 2^{3}4 | 2^{34}
 \quad | \;
 1 \\ 2 | 12
-17.%5 | 17.5%
 r^2_1 | r_2^1
-\frac{dy}{dx} | \frac{dy}{dt}
 \int x dx | x \int dx
 east | seat
 (1,234) | 1234
 abc | -abc | a, b, c
 \{x \mid x > 2\} | \{x | x < 2\}
 -221_3 | -221_4 | 221_3
-（1，2） | （2，1）
-25％ | 52％
 x > -1 \text{ or } x < 1 | x > -1 \text{ and } x < 1
 x < 0 and x > 1 | x < 0 or x > 1 | (-\infty,0) \cup (1,\infty)
 p \vee q | p \wedge q | p, q
 x = 1 or y = 2 | x = 1 and y = 2
 x>0 and y<1 or x<0 and y>1 | x>0 and y>1 or x<0 and y<1
 x < 2, y \ge 3 | y < 2, x \ge 3 | x < 2, z \ge 3
-x \in [0,1] | y \in [0,1] | 0 \le y \le 1
 x \in (0,1) \cup (2,3) | y \in (2,3) \cup (0,1)
 x = 1 or x = 2 | y \in \{1,2\} | x \in \{1\}
 (a,b) \in \{(4,1), (1,5)\} | (a,b) \in \{(4,1), (5,1)\} | (b,a) \in \{(4,1), (1,5)\}
@@ -242,29 +186,23 @@ IX | XI | \text{XI} | I \cdot X
 \sin 30 | \sin 30^\circ | ½
 I = -e^{-40 t}(2 - \sin 30 t) | I = -e^{-40 t}(2 - \sin 32 t)
 x = 1, y = 2 | \begin{cases} x = 2 \\ y = 1 \end{cases} | \begin{cases} x = 1 \\ y = 3 \end{cases}
-x = 1, y = 2 | (1, 2)
 x = 1, y = 2 | \begin{cases} x = 1 \\ z = 2 \end{cases} | \begin{cases} x = 1 \end{cases}
 x = 1, y = 2 | (x > 1, y = 2)
 \begin{cases} x = 1 \\ y = 2 \end{cases} | 2, 1 | (1, 2) | x = 1 or y = 2 | x = 1
-\left\{ \begin{array}{l} y = 1 \\ x = 2 \end{array} \right. | (1, 2) | x = 1, y = 2
 x + y = 3, x - y = 1 | \begin{cases} x + y = 1 \\ x - y = 3 \end{cases}
 \begin{cases} 1 & x>0 \\ 0 & x<0 \end{cases} | \begin{cases} 1 & x \ge 0 \\ 0 & x<0 \end{cases}
 \begin{cases} 1 & x>0 \\ 0 & x<0 \end{cases} | 1, 0
-\begin{cases} 1 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} 0 & x>0 \\ 1 & x=0 \end{cases}
-(3, -2) | 3\mathbf{i} + 2\mathbf{j} | 3\mathbf{j} - 2\mathbf{i}
 (3, -2) | 3\mathbf{i} - 2\mathbf{j} + \mathbf{k} | 3 - 2i
 (3, -2) | 3\mathbf{i} | 3\mathbf{i} - 2 | \mathbf{i} | 3\mathbf{i} \cdot 2\mathbf{j} | 1
 2i | (2, 0) | (0, 2)
 (1, 2, 3, 4) | \mathbf{i} + 2\mathbf{j} + 3\mathbf{k}
 42 | \text{The answer is not } 42 | \text{The answer is at least } 42 | \text{The answer is } 43
-42 | {\bf 43}
 42 | \text{The answer is half of } 42 | The answer isn't 42 | \text{The answer is } -42 | 4 \\ 2
 6x | \frac{dy}{dx} = 6y | \frac{dx}{dy} = 6x | \frac{dy}{dx} = -6x | 2\frac{dy}{dx} = 6x
 6x | \frac{dy}{dx} > 6x
 \frac{dy}{dx} = 6x | \frac{dy}{dt} = 6x | y = 6x | \frac{dy}{dx} = 6 | \frac{dy}{dx}
 \frac{dx}{dt} = kx - a | kx - a | \frac{dx}{dt} = kx + a
 45 | USD 54 | USD -45 | USD 45 million | a loss of USD 45 | -\pounds 45 | \text{USD 45 or more}
-45 | 54 USD
 3 \times 4 | 4 \times 3 | $4\times3$. | 2 \times 6 | 3 \times 5 | 13
 \emptyset | \{\emptyset\} | \{ \varnothing \} | \{0\} | \{\{\emptyset\}\}
 \{\emptyset\} | \{\emptyset, \emptyset\} | \{0, \emptyset\} | \{\emptyset, \{\emptyset\}\}
