@@ -40,20 +40,6 @@ def test_a_run_is_lines_of_metrics_and_samples(tmp_path, capsys):
         assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
-def test_evaluations_are_lines_of_their_own_and_change_no_step(tmp_path):
-    evaluations = f"--eval_every 1 --eval_benchmarks {TINY}/test.jsonl --eval_limit 6"
-    for name, flags in ("with", f"{evaluations} --eval_samples 2"), ("without", ""):
-        run(tmp_path / name, f"--steps 1 --rollout_batch_size 4 {flags}")
-    before, step, after = lines(tmp_path / "with")
-    assert [step] == lines(tmp_path / "without")
-    assert (before["step"], after["step"]) == (0, 1) and set(after) == {"step", "eval"}
-    score = after["eval"]["test"]
-    assert (score["problems"], score["samples"]) == (6, 2)
-    rows = read_rows(tmp_path / "with" / "evaluations" / "step_000001.jsonl")
-    assert score["mean"] == pytest.approx(100 * sum(row["correct"] for row in rows) / 12)
-    assert score["reward"] == pytest.approx(2 * score["mean"] / 100 - 1)
-
-
 def test_checkpoints_every_few_steps(tmp_path):
     """The newest two stay, and what a user copied. Tied weights are in them once."""
     run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2")

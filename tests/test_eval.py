@@ -21,15 +21,6 @@ from support.run import read_lines
 real_files = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="STAPO_BENCHMARKS names no folder")
 
 
-def copy_model(folder: Path, trained: bool = False) -> Path:
-    """A folder with the tiny model, or with a model that has another weight."""
-    shutil.copytree(TINY, folder)
-    file = folder / "model.safetensors"
-    if trained:
-        file.write_bytes(file.read_bytes()[:-1] + b"!")
-    return folder
-
-
 class Scripted:
     """In place of rollout.sample: answers as told, counts what it is asked.
 
@@ -115,7 +106,7 @@ def test_scores_of_a_scripted_model_are_exact(tmp_path, monkeypatch, capsys):
 def test_a_checkpoint_has_the_defaults_of_its_run(tmp_path, monkeypatch, capsys):
     """One line says so; a flag goes first. The end says where the results are."""
     Scripted(monkeypatch, lambda prompt, _: (f"\\boxed{{{'?' not in prompt}}}", 9, False))
-    folder = copy_model(tmp_path / "run" / "checkpoints" / "step_000003")
+    folder = shutil.copytree(TINY, tmp_path / "run" / "checkpoints" / "step_000003")
     stored = {"instruction": "So?", "reward": "", "max_new_tokens": 77, "seed": 5}
     (tmp_path / "run" / "config.json").write_text(json.dumps(stored))
     flags = f"--model {folder} --samples 1 --decoding 0,1 --benchmarks "
@@ -269,24 +260,22 @@ def test_more_samples_decodings_and_benchmarks_join(tmp_path, monkeypatch):
     ],
 )
 def test_responses_of_others_are_refused_by_name(tmp_path, monkeypatch, flags, name):
-    """Old responses never score other weights or problems. A copy of the weights is no other."""
+    """Old responses never score other weights or problems."""
     fake, file = Scripted(monkeypatch, lucky), write_problems(tmp_path / "few.jsonl", 3)
     (tmp_path / "own.jinja").write_text("a template")
-    copy_model(tmp_path / "copied")
-    copy_model(tmp_path / "trained", trained=True)
+    weights = shutil.copytree(TINY, tmp_path / "trained") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     (tmp_path / "other").mkdir()
     text = Path(file).read_text().replace("problem 1", "problem 11")
     (tmp_path / "other" / "few.jsonl").write_text(text)
     own = ["--benchmarks", file, "--samples", 1, "--decoding", "training"]
     first = run_and_read(tmp_path / "out", own)
-    run(tmp_path / "out", "--benchmarks", write_problems(tmp_path / "more.jsonl", 1), *own[2:])
     given = flags.format(folder=tmp_path).split()
     with pytest.raises(
         SystemExit, match=f"^eval.py: {name}: .*another one; name another --output$"
     ):
         run(tmp_path / "out", *own, *given)
-    assert run_and_read(tmp_path / "out", [*own, "--model", tmp_path / "copied"]) == first
-    assert len(fake.asked) == 3 + 1
+    assert run_and_read(tmp_path / "out", own) == first and len(fake.asked) == 3
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):

@@ -66,7 +66,8 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
 
 def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
     """After the evaluation before step 1, and again amid the writing of the third step's line."""
-    score, name = {"mean": 10.0, "problems": 30}, "questions-with-a-long-name.test"
+    # a reward of 1 or -1 says what the accuracy says, and is not drawn
+    score, name = {"mean": 10.0, "problems": 30, "reward": -0.8}, "questions-with-a-long-name.test"
     first = {"step": 0, "eval": {name: score}}
     run = write_run(tmp_path / "run", [first])
     figures.main([str(run)])

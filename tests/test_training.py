@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import TINY, padded, read_rows, refused, responses_of, run, to_batch
+from helpers import TINY, lines, padded, read_rows, refused, responses_of, run, to_batch
 from reference import method_loss, row_stats
 
 import eval as evaluation
@@ -307,7 +307,10 @@ def test_a_chat_template_is_the_runs_own(tmp_path, capsys):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, own):
-    """With this project's grader, and with a reward and a chat template of one's own."""
+    """With this project's grader, and with a reward and a chat template of one's own.
+
+    An evaluation changes no step.
+    """
     rows = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
     source = "def of_problem(response, row):\n    return len(row['problem'] + response) % 2\n"
@@ -316,6 +319,8 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, own):
     both = f"--reward {tmp_path}/own.py:of_problem --chat_template {tmp_path}/own.jinja" * own
     found = run(tmp_path / "run", f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl {both}")
     assert [line["step"] for line in found if "eval" in line] == [0, 2]
+    run(tmp_path / "without", both)
+    assert lines(tmp_path / "run")[1:-1] == lines(tmp_path / "without")
     flags = f"--model {TINY} --benchmarks {tmp_path}/few.jsonl --decoding training --instruction="
     flags += f" --max_new_tokens 40 --rollout_batch_size 512 --output {tmp_path}/eval {both}"
     evaluation.main(flags.split())
