@@ -201,13 +201,13 @@ def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere():
     text = responses.page("runs/<b>", "p < τ_p <script>", [response], 0.002)
     text.encode("utf-8")  # what is not a character of its own is spelt out
     found = Page(text)
-    (tokens,) = [tokens for tokens in found.responses if tokens]  # without the legend
+    (written,) = filter(None, found.responses)  # without the legend
     shown = [*HOSTILE]
     for character in ("\u202e", "\u200b", "\ud800", "\x00", "\r"):
         shown = [word.replace(character, ascii(character)[1:-1]) for word in shown]
     shown = [word.replace("\n", "↵").replace("\t", "⇥") or "∅" for word in shown]
-    assert [token["text"] for token in tokens] == shown
-    for t, token in enumerate(tokens):
+    assert [token["text"] for token in written] == shown
+    for t, token in enumerate(written):
         words = [line.split(maxsplit=1)[1] for line in token["data-about"].split("\n")[-5:]]
         expected = [shown[HOSTILE.index(word)] for word, _ in response["likeliest"][t]]
         assert words == [word.replace(" ", "␣") for word in expected]
