@@ -169,6 +169,13 @@ def test_flags_beside_resume_win_and_are_kept_with_their_step(finished, tmp_path
     assert [line["step"] for line in lines(output)] == [1, 2, 3]
 
 
+def test_a_weight_decay_beside_resume_wins_over_the_optimisers(finished, tmp_path):
+    for decay in ("0.1", "100"):
+        output = shutil.copytree(finished, tmp_path / decay)
+        stapo.main(f"--resume {output} --steps 3 --weight_decay {decay}".split())
+    assert weights(tmp_path / "0.1") != weights(tmp_path / "100")
+
+
 @pytest.mark.parametrize(
     "given, names",
     [
