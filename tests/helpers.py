@@ -135,8 +135,8 @@ def responses_of(batch: stapo.Batch) -> list[Response]:
 
 
 def example(name: str) -> str:
-    """The code block behind the comment <!-- example: name --> on a page of docs/."""
-    pages = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    """The code block behind the comment <!-- example: name --> on a page."""
+    pages = "".join(page.read_text() for page in ROOT.glob("[de]*/*.md"))  # docs/, experiments/
     return re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", pages, re.DOTALL)[1]
 
 
