@@ -5,7 +5,7 @@
 
 "recipe": `stapo.py @recipes/smollm2-135m-cpu` over seeds. "errs": the reward is turned over for a
 share of the responses, and all runs of a seed begin from the same ten steps of JustRL. The code in
-docs/experiments.md makes FOLDER without the Hub.
+experiments/README.md makes FOLDER without the Hub.
 """
 
 import math

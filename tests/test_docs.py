@@ -18,7 +18,8 @@ import stapo
 from support.data import load_problems
 from support.run import parse_flags
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "experiments" / "README.md"]
+RESULTS = sorted((ROOT / "experiments" / "results").glob("*.md"))
 README = ROOT / "README.md"
 RECIPES = [path for path in sorted((ROOT / "recipes").iterdir()) if path.suffix != ".jsonl"]
 # Flags of torchrun, sbatch, docker and pip, and TRL's, which tests/test_trl.py runs.
@@ -56,7 +57,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, *PAGES, *RESULTS], ids=str)
 def test_links_resolve(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("http"):
