@@ -158,8 +158,3 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 def even_out(batches: list[list[int]]) -> list[list[int]]:
     """Add empty batches until every rank has equally many: each forward has collectives."""
     return batches + [[]] * (all_max(len(batches)) - len(batches))
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier(group=patient)
