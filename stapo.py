@@ -999,11 +999,12 @@ def train(cfg: Config) -> None:
                 break
         run.save(policy.model, optimizer, task.tokenizer)
     tracker.finish()
-    progress.report_run(run.lines(), cfg.steps, output, run.evaluation_is_due())
+    stopped = run.step < cfg.steps or run.evaluation_is_due()
+    progress.report_run(run.lines(), cfg.steps, output, stopped)
     if without_update == 2:
         raise InputError(f"step {run.step}: no update of two steps in a row was finite")
-    if run.step < cfg.steps or run.evaluation_is_due():
-        sys.exit(130)  # stopped
+    if stopped:
+        sys.exit(130)
 
 
 def main(argv: list[str] | None = None) -> None:

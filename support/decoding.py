@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache, DynamicLayer
 

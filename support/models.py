@@ -53,20 +53,19 @@ def load_model(
     if info["missing_keys"]:  # transformers draws these at random
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
-    check_positions(name, model)
+    for module in model.modules():
+        kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
+        if "dynamic" in kind or "longrope" in kind:
+            # The probabilities of a response's tokens would depend on the responses beside it.
+            what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
+            raise InputError(f"{name}: {what}, which is not supported")
     return use_float32_head(fuse_norms(model)).to(device).eval()
 
 
 def empty_model(config: PreTrainedConfig) -> Model:
-    """The same model in float32 on "meta", without memory for its weights.
-
-    Raises InputError if its layers are not where FSDP2 is told to look for them.
-    """
+    """The same model in float32 on "meta", without memory for its weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if not hasattr(model.base_model, "layers"):
-        what = f"{type(model).__name__} has no base_model.layers, which GPUs and several ranks need"
-        raise InputError(f"{config.name_or_path}: {what}; take another model")
     return use_float32_head(fuse_norms(model))
 
 
@@ -82,18 +81,6 @@ def load_config(name: str) -> PreTrainedConfig:
             if "drop" in key or "jitter" in key:
                 setattr(part, key, 0.0)
     return config
-
-
-def check_positions(name: str, model: Model) -> None:
-    """Raise InputError if rotary frequencies depend on the longest row of a batch.
-
-    The probabilities of a response's tokens would then depend on the responses beside it.
-    """
-    for module in model.modules():
-        kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
-        if "dynamic" in kind or "longrope" in kind:
-            what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
-            raise InputError(f"{name}: {what}, which is not supported")
 
 
 def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int, flag: str) -> None:
@@ -116,9 +103,6 @@ def check_head(model: Model) -> None:
     HeadStats relies on this. A bias, a scale or a soft cap on the logits would make every
     log-probability wrong. The flags of a config for these have many names, so logits are compared.
     """
-    if model.base_model is model:
-        what = f"{type(model).__name__} has no base model that returns hidden states"
-        raise InputError(f"--model: {what}; take another model")
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
     expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)
