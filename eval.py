@@ -37,7 +37,7 @@ from support import InputError, progress, ranks
 from support.data import load_problems
 from support.decoding import mix_seed
 from support.models import check_length, weights_of
-from support.ranks import all_list, all_max, on_rank_0, rank, world_size
+from support.ranks import all_list, on_rank_0, rank, world_size
 from support.run import (
     append_rows,
     checkpoints,
@@ -183,7 +183,7 @@ def sample_suite(
         prompts = [
             encode_prompt(tokenizer, problems[key]["problem"], cfg.instruction) for key in keys
         ]
-        longest = all_max(max(map(len, prompts), default=0))
+        longest = max(all_list(max(map(len, prompts), default=0)))
         check_length(model.config, longest, cfg.max_new_tokens, "--max_new_tokens")
         for index, response in rollout.sample(
             model,

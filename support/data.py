@@ -52,8 +52,7 @@ def load_problems(
     if not problems:
         raise InputError(f"{source}: holds no problem with an answer; {READ}")
     if without_answer:
-        what = "rows without an answer (empty, proof, notfound) that are left out"
-        say(f"{source}: {what}: {without_answer}")
+        say(f"{source}: rows without an answer (empty, proof, notfound) left out: {without_answer}")
     return list(problems.values())
 
 

@@ -1,9 +1,7 @@
 """Models: they are read, refused if a run would be wrong, prepared, and sharded over ranks.
 
-1. Reading: `load_config`, `load_model`, `empty_model`, and the checks.
-2. Norms: `fuse_norms`.
-3. FSDP2: `load_sharded`, `gathered`, `reshard`. On CUDA the model is always sharded, also on one
-   GPU: FSDP2's mixed precision keeps float32 weights and computes in bfloat16.
+On CUDA the model is always sharded, also on one GPU: FSDP2's mixed precision keeps float32 weights
+and computes in bfloat16.
 """
 
 import contextlib
@@ -40,8 +38,7 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        hint = "give a Hub id or a folder"
-        raise InputError(f"{name}: no {what} there, {hint} ({reason})") from error
+        raise InputError(f"{name}: no {what} there, give a Hub id or folder ({reason})") from error
 
 
 def load_model(
@@ -169,14 +166,13 @@ def load_sharded(policy: torch.nn.Module, whole: Model | None) -> None:
     fully_shard(policy, **options)
     policy.to_empty(device=ranks.device())
     # Buffers such as rotary frequencies are in no file.
-    buffers = ranks.broadcast(dict(whole.named_buffers()) if whole else None)
+    others = (dict(whole.named_buffers()), whole.generation_config) if whole else None
+    buffers, policy.model.generation_config = ranks.broadcast(others)
     for key, buffer in policy.model.named_buffers():
         buffer.copy_(buffers[key])
     weights = whole.state_dict() if whole else {}
     from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(policy.model, weights, options=from_rank_0)
-    config = ranks.broadcast(whole.generation_config if whole else None)
-    policy.model.generation_config = config
 
 
 def reshard(policy: torch.nn.Module) -> None:

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import InputError, installed, ranks
 from support.progress import log
-from support.ranks import all_max, on_rank_0, rank
+from support.ranks import all_list, on_rank_0, rank
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -219,10 +219,7 @@ class RunFolder:
         return list(read_lines(self.path / "metrics.jsonl"))
 
     def save_is_due(self) -> bool:
-        """Whether the last whole step needs a checkpoint.
-
-        Every evaluation after step 0 needs a checkpoint before it, of the weights that it uses.
-        """
+        """Whether the last whole step needs a checkpoint. An evaluation has one before it."""
         every = self.flags["save_every"]  # 0: never
         return self.evaluation_is_due() or (every > 0 and self.step % every == 0)
 
@@ -329,7 +326,7 @@ class StopSignals:
 
     def asked(self) -> bool:
         """Whether any rank was asked to stop. Every rank must call this."""
-        return all_max(int(self.flag)) > 0
+        return any(all_list(self.flag))
 
 
 # SIGTERM ends a process that a reward has forked: time limits rely on it.
