@@ -34,10 +34,10 @@ import rollout
 from reward import Reward, extract_answer, load_reward, reward_all
 from rollout import Model, Tokenizer, encode_prompt
 from support import InputError, progress, ranks
-from support.data import FILES, load_problems
+from support.data import load_problems
 from support.decoding import mix_seed
 from support.models import check_length, weights_of
-from support.ranks import all_list, all_max, on_rank_0, rank, world_size
+from support.ranks import all_list, on_rank_0, rank, world_size
 from support.run import (
     append_rows,
     checkpoints,
@@ -121,16 +121,14 @@ def load_benchmarks(
     known = {benchmark.key: benchmark for benchmark in BENCHMARKS}
     suite: Suite = {}
     for name in names:
-        is_file = Path(name).suffix.lower() in FILES or Path(name).is_file()
-        key = Path(name).stem if is_file else name
-        if not is_file and key not in known:
-            kinds = f"a {', '.join(FILES)} file"
-            raise InputError(f"benchmark {name}: neither {kinds} nor one of {', '.join(known)}")
+        key = Path(name).stem
+        if name not in known and not Path(name).suffix:
+            raise InputError(f"benchmark {name}: neither a file nor one of {', '.join(known)}")
         if key in [benchmark.key for benchmark in suite]:
             raise InputError(f"benchmark {name}: there is a {key} before it")
         benchmark = known.get(key, Benchmark(key, key, "", "train", 4))
         own_rows = whole_rows and key not in known
-        source = name if is_file else benchmark.hub
+        source = benchmark.hub if name in known else name
         problems = load_problems(source, benchmark.split, whole_rows=own_rows)
         suite[benchmark._replace(samples=samples or benchmark.samples)] = problems[: limit or None]
     return suite
@@ -185,7 +183,7 @@ def sample_suite(
         prompts = [
             encode_prompt(tokenizer, problems[key]["problem"], cfg.instruction) for key in keys
         ]
-        longest = all_max(max(map(len, prompts), default=0))
+        longest = max(all_list(max(map(len, prompts), default=0)))
         check_length(model.config, longest, cfg.max_new_tokens, "--max_new_tokens")
         for index, response in rollout.sample(
             model,

@@ -33,7 +33,6 @@ from support.decoding import (
 )
 from support.head import HeadStats, TokenStats
 from support.models import load_config, load_model, load_pretrained
-from support.progress import bar as progress_bar
 from support.progress import track
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -175,7 +174,7 @@ def sample(
         sampled = generate(model, prompts, config, custom_generate=loop)
     else:
         sampled = generate_in_batches(model, prompts, config, size, seeds)
-    bar = progress_bar(len(prompts), progress)
+    bar = track(None, progress, len(prompts))
     with contextlib.closing(bar), contextlib.closing(sampled):
         for index, ids in sampled:
             bar.update()

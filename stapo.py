@@ -60,7 +60,7 @@ from rollout import (
     sampling_gap,
     stop_ids,
 )
-from support import InputError, installed, progress, ranks
+from support import InputError, progress, ranks
 from support.data import load_problems
 from support.decoding import generator, mix_seed
 from support.models import check_length, gathered, load_config
@@ -973,7 +973,7 @@ def train(cfg: Config) -> None:
     run = RunFolder(ranks.broadcast(output), asdict(cfg))
     task = load_task(cfg, run.checkpoint)
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
-    run.begin({"data_fingerprint": task.data_fingerprint, "versions": installed()})
+    run.begin(task.data_fingerprint)
     tracker = progress.Tracker(cfg.report_to, run.path, run.id, run.step, asdict(cfg))
     without_update = 0  # steps in a row
     with StopSignals() as stop:
@@ -999,11 +999,12 @@ def train(cfg: Config) -> None:
                 break
         run.save(policy.model, optimizer, task.tokenizer)
     tracker.finish()
-    progress.report_run(run.lines(), cfg.steps, output, run.evaluation_is_due())
+    stopped = run.step < cfg.steps or run.evaluation_is_due()
+    progress.report_run(run.lines(), cfg.steps, output, stopped)
     if without_update == 2:
         raise InputError(f"step {run.step}: no update of two steps in a row was finite")
-    if run.step < cfg.steps or run.evaluation_is_due():
-        sys.exit(130)  # stopped
+    if stopped:
+        sys.exit(130)
 
 
 def main(argv: list[str] | None = None) -> None:

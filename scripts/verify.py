@@ -21,7 +21,7 @@ import rollout  # noqa: E402
 from eval import Key, Rows  # noqa: E402
 from support import InputError, progress, ranks  # noqa: E402
 from support.models import check_length  # noqa: E402
-from support.ranks import all_max, on_rank_0, rank, world_size  # noqa: E402
+from support.ranks import all_list, on_rank_0, rank, world_size  # noqa: E402
 from support.run import flag, parse_flags, read_lines, write_rows, write_whole  # noqa: E402
 
 JUDGE = """You are given a mathematics problem, its reference answer and the end of a solution \
@@ -89,7 +89,7 @@ def judge(rows: Rows, cfg: VerifyConfig) -> Rows:
         text = JUDGE.format(problem=rows[key]["question"], gold=rows[key]["gold"], tail=tail)
         # A verifier that thinks would spend its few tokens on that. Other templates ignore it.
         prompts.append(rollout.encode_prompt(tokenizer, text, "", enable_thinking=False))
-    longest = all_max(max(map(len, prompts), default=0))
+    longest = max(all_list(max(map(len, prompts), default=0)))
     check_length(model.config, longest, 16, f"--verifier {cfg.verifier}, tokens of a reply:")
     verdicts = {}
     for index, reply in rollout.sample(

@@ -8,11 +8,10 @@ from typing import Any
 from support import InputError
 from support.progress import say, track
 
-FILES = (".jsonl", ".json", ".parquet")
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
-READ = f"the problem is read from {' or '.join(PROBLEM_COLUMNS)}"
-READ += f", the answer from {' or '.join(ANSWER_COLUMNS)}"
+READ = f"a problem is text or a chat of user and assistant, in {' or '.join(PROBLEM_COLUMNS)}; "
+READ += f"an answer is text, a number below 2^53 or a flat list, in {' or '.join(ANSWER_COLUMNS)}"
 # DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -43,12 +42,8 @@ def load_problems(
         texts = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
         answer = next(filter(None, texts), "")
         if not problem or (None in texts and not answer and not whole_rows):
-            what = "answer that is text, a number below 2^53 or a flat list of these"
-            what = (
-                what if problem else "problem that is text, or a chat of user and assistant alone"
-            )
-            columns = f"its columns are {', '.join(row)}; {READ}"
-            raise InputError(f"{source}: row {number} has no {what}; {columns}")
+            what = f"has no problem or no answer in its columns {', '.join(row)}"
+            raise InputError(f"{source}: row {number} {what}; {READ}")
         if answer or whole_rows:
             own = {"row": row} if whole_rows else {}
             problems.setdefault(problem, {"problem": problem, "answer": answer} | own)
@@ -57,8 +52,7 @@ def load_problems(
     if not problems:
         raise InputError(f"{source}: holds no problem with an answer; {READ}")
     if without_answer:
-        what = "rows without an answer (empty, proof, notfound) that are left out"
-        say(f"{source}: {what}: {without_answer}")
+        say(f"{source}: rows without an answer (empty, proof, notfound) left out: {without_answer}")
     return list(problems.values())
 
 
@@ -69,8 +63,6 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
 
     file = Path(source)
     kind = file.suffix.lower()
-    if file.is_file() and kind not in FILES:
-        raise InputError(f"{source}: is no {', '.join(FILES)} file; unpack or convert it")
     try:
         if kind in (".jsonl", ".json"):
             rows = json_rows(file)

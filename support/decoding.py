@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -309,9 +304,8 @@ def shifted_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """A random number in [0, 1), float64, for each seed and position (long, shapes that broadcast).
 
-    SplitMix64: number `position` of the sequence that `seed` starts.
-    torch's 64-bit integers wrap around, which the algorithm needs. A response has the same numbers
-    in every batch, slot and rank.
+    SplitMix64: number `position` of the sequence that `seed` starts. torch's 64-bit integers wrap
+    around, which the algorithm needs.
     """
     x = seed + position * STEP
     x = (x ^ shifted_right(x, 30)) * MIX_1

@@ -1,9 +1,7 @@
 """Models: they are read, refused if a run would be wrong, prepared, and sharded over ranks.
 
-1. Reading: `load_config`, `load_model`, `empty_model`, and the checks.
-2. Norms: `fuse_norms`.
-3. FSDP2: `load_sharded`, `gathered`, `reshard`. On CUDA the model is always sharded, also on one
-   GPU: FSDP2's mixed precision keeps float32 weights and computes in bfloat16.
+On CUDA the model is always sharded, also on one GPU: FSDP2's mixed precision keeps float32 weights
+and computes in bfloat16.
 """
 
 import contextlib
@@ -40,8 +38,7 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        hint = "give a Hub id or a folder"
-        raise InputError(f"{name}: no {what} there, {hint} ({reason})") from error
+        raise InputError(f"{name}: no {what} there, give a Hub id or folder ({reason})") from error
 
 
 def load_model(
@@ -53,20 +50,19 @@ def load_model(
     if info["missing_keys"]:  # transformers draws these at random
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
-    check_positions(name, model)
+    for module in model.modules():
+        kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
+        if "dynamic" in kind or "longrope" in kind:
+            # The probabilities of a response's tokens would depend on the responses beside it.
+            what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
+            raise InputError(f"{name}: {what}, which is not supported")
     return use_float32_head(fuse_norms(model)).to(device).eval()
 
 
 def empty_model(config: PreTrainedConfig) -> Model:
-    """The same model in float32 on "meta", without memory for its weights.
-
-    Raises InputError if its layers are not where FSDP2 is told to look for them.
-    """
+    """The same model in float32 on "meta", without memory for its weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if not hasattr(model.base_model, "layers"):
-        what = f"{type(model).__name__} has no base_model.layers, which GPUs and several ranks need"
-        raise InputError(f"{config.name_or_path}: {what}; take another model")
     return use_float32_head(fuse_norms(model))
 
 
@@ -82,18 +78,6 @@ def load_config(name: str) -> PreTrainedConfig:
             if "drop" in key or "jitter" in key:
                 setattr(part, key, 0.0)
     return config
-
-
-def check_positions(name: str, model: Model) -> None:
-    """Raise InputError if rotary frequencies depend on the longest row of a batch.
-
-    The probabilities of a response's tokens would then depend on the responses beside it.
-    """
-    for module in model.modules():
-        kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
-        if "dynamic" in kind or "longrope" in kind:
-            what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
-            raise InputError(f"{name}: {what}, which is not supported")
 
 
 def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int, flag: str) -> None:
@@ -116,9 +100,6 @@ def check_head(model: Model) -> None:
     HeadStats relies on this. A bias, a scale or a soft cap on the logits would make every
     log-probability wrong. The flags of a config for these have many names, so logits are compared.
     """
-    if model.base_model is model:
-        what = f"{type(model).__name__} has no base model that returns hidden states"
-        raise InputError(f"--model: {what}; take another model")
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
     expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)
@@ -185,14 +166,13 @@ def load_sharded(policy: torch.nn.Module, whole: Model | None) -> None:
     fully_shard(policy, **options)
     policy.to_empty(device=ranks.device())
     # Buffers such as rotary frequencies are in no file.
-    buffers = ranks.broadcast(dict(whole.named_buffers()) if whole else None)
+    others = (dict(whole.named_buffers()), whole.generation_config) if whole else None
+    buffers, policy.model.generation_config = ranks.broadcast(others)
     for key, buffer in policy.model.named_buffers():
         buffer.copy_(buffers[key])
     weights = whole.state_dict() if whole else {}
     from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(policy.model, weights, options=from_rank_0)
-    config = ranks.broadcast(whole.generation_config if whole else None)
-    policy.model.generation_config = config
 
 
 def reshard(policy: torch.nn.Module) -> None:

@@ -20,15 +20,10 @@ from support import installed, ranks
 from support.ranks import rank
 
 
-def bar(total: int | None, name: str | None, items: Iterable | None = None) -> tqdm:
-    """Make a bar over `total` items, which is removed at its end. Without a name it is silent."""
+def track(items: Iterable | None, name: str | None, total: int | None = None) -> tqdm:
+    """Iterate over items with a bar, which is removed at its end. Without a name it is silent."""
     silent = name is None or rank() > 0 or not sys.stderr.isatty()
     return tqdm(items, total=total, desc=name, leave=False, disable=silent)
-
-
-def track(items: Iterable, name: str) -> tqdm:
-    """Iterate over the items with a bar."""
-    return bar(len(items) if isinstance(items, list) else None, name, items)
 
 
 class Tracker:
@@ -90,21 +85,17 @@ def report_step(line: dict, sample: dict, total: int) -> None:
         log(f"step {step}: {line['skipped_updates']} updates were not finite, and were skipped")
 
 
-def report_run(lines: list[dict], total: int, folder: str, unevaluated: bool) -> None:
-    """Print what a run did and what to do next; lines: metrics.jsonl.
-
-    unevaluated: whether an evaluation is due after the last step and was not finished.
-    """
+def report_run(lines: list[dict], total: int, folder: str, stopped: bool) -> None:
+    """Print what a run did and what to do next; lines: metrics.jsonl."""
     lines = [line for line in lines if "accuracy" in line]  # of steps, not of evaluations
     if lines:
         first, last = lines[0], lines[-1]
         text = f"accuracy {first['accuracy']:.1%} -> {last['accuracy']:.1%}, response length "
         text += f"{first['response_length']:.1f} -> {last['response_length']:.1f} tokens "
         say(f"{text}(steps {first['step']} and {last['step']})")
-    if len(lines) < total or unevaluated:
-        missing = ", before its evaluation" if unevaluated else ""
+    if stopped:
         again = f"continue with: python stapo.py --resume {folder}"
-        say(f"stopped after step {len(lines)} of {total}{missing}; {again}")
+        say(f"stopped after step {len(lines)} of {total}; {again}")
     say(f"the run is in {folder}; its curves: python scripts/figures.py {folder}")
     say(f"its right answers, token by token: python scripts/tokens.py {folder}")
 

@@ -111,11 +111,6 @@ def all_sum(values: dict[str, Any]) -> dict[str, float]:
     return {name: sum(each[name] for each in ranks) for name in values}
 
 
-def all_max(value: int) -> int:
-    """The largest of the ranks' integers."""
-    return max(all_list(value))
-
-
 def all_cat(values: torch.Tensor) -> torch.Tensor:
     """Concatenate every rank's 1-D tensor, of any length, on the CPU, in rank order."""
     return torch.cat(all_list(values))
@@ -157,9 +152,4 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 def even_out(batches: list[list[int]]) -> list[list[int]]:
     """Add empty batches until every rank has equally many: each forward has collectives."""
-    return batches + [[]] * (all_max(len(batches)) - len(batches))
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier(group=patient)
+    return batches + [[]] * (max(all_list(len(batches))) - len(batches))

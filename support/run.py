@@ -15,7 +15,6 @@ from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,9 +27,9 @@ from transformers import HfArgumentParser
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from support import InputError, ranks
+from support import InputError, installed, ranks
 from support.progress import log
-from support.ranks import all_max, barrier, on_rank_0, rank
+from support.ranks import all_list, on_rank_0, rank
 
 # A single process saves checkpoints too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -122,9 +121,7 @@ def flags_of_run(config: type, run: Path) -> dict[str, Any]:
     file = run / "config.json"
     stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     if "resume" not in stored:  # a model's config.json has no such key
-        if run.parent.name == "checkpoints":  # a habit from other trainers
-            raise InputError(f"--resume {run}: is a checkpoint; give its run, {run.parent.parent}")
-        raise InputError(f"--resume {run}: holds no run (its config.json is missing)")
+        raise InputError(f"--resume {run}: holds no run; give the --output of a run")
     return {each.name: stored[each.name] for each in fields(config) if each.name in stored}
 
 
@@ -141,68 +138,58 @@ class RunFolder:
     def __init__(self, output: str, flags: dict[str, Any]):
         self.path, self.flags = Path(output).resolve(), flags  # a reward may change the directory
         self.checkpoint = on_rank_0(self.find_checkpoint)
-        self.step = self.saved = step_of(self.checkpoint) if self.checkpoint else 0
+        self.step = int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
+        self.saved = self.step
 
     def find_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint of a resumed run.
-
-        Raises InputError if a new run finds files, or a resumed run finds steps and no checkpoint.
-        """
+        """Return the newest checkpoint. Raises InputError if a new run finds files."""
         if not self.flags["resume"]:
             must_be_empty(self.path, f"continue a run with --resume {self.path}, or name")
-            return None
-        newest = next(reversed(checkpoints(self.path)), None)
-        # Step 0 is the evaluation before the first step.
-        if newest is None and any(line["step"] for line in self.lines()):
-            what = "holds no checkpoint; start anew in another --output"
-            raise InputError(f"--resume {self.path}: {what}")
-        return newest
+        return max(checkpoints(self.path), default=None)
 
-    def begin(self, more: dict[str, Any]) -> None:
-        """Write config.json, and remove records of steps after the checkpoint: they come again.
+    def begin(self, data_fingerprint: str) -> None:
+        """Write config.json, and cut records back to the checkpoint: later steps come again.
 
-        more: what config.json has beside the flags. A resumed run can have other flags than before.
-        They are printed, and `changes` in config.json has them with the last step before them.
-        Raises InputError if a resumed run would go on with other problems or another template.
+        data_fingerprint: of the problems. Raises InputError if a resumed run would go on with other
+        problems or another template.
         """
+        self.id = on_rank_0(lambda: self.write_config(data_fingerprint))
+        self.evaluated_step = on_rank_0(self.cut_back)
 
-        def write() -> tuple[int, str]:
-            file = self.path / "config.json"
-            stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
-            changed = {
-                name: [stored[name], value]
-                for name, value in self.flags.items()
-                if name not in ("output", "resume") and stored.get(name, value) != value
-            }
-            if "chat_template" in changed:
-                what = "the run goes on with its own; leave this flag out"
-                raise InputError(f"--chat_template {self.flags['chat_template']}: {what}")
-            began, now = stored.get("data_fingerprint"), more["data_fingerprint"]
-            if began and now != began:
-                causes = {"data", "reward", "instruction", "max_prompt_tokens"} & changed.keys()
-                names = ", ".join(f"--{name} {self.flags[name]}" for name in causes or {"data"})
-                what = f"not the problems that {self.path} began with ({now}, not {began})"
-                raise InputError(f"{names}: {what}")
-            changes = stored.get("changes", [])
-            if changed:
-                texts = [f"{name} {before} -> {after}" for name, (before, after) in changed.items()]
-                log(f"changed after step {self.step}: {', '.join(texts)}")
-                changes.append({"step": self.step} | changed)
-            for half in self.path.glob("checkpoints/step_*.partial"):
-                shutil.rmtree(half)
-            for old in self.path.glob("evaluations/step_" + "[0-9]" * 6 + ".jsonl"):
-                if step_of(old) > self.step:
-                    old.unlink()
-            tracked = stored.get("id") or f"{self.path.name}-{os.urandom(4).hex()}"
-            config = self.flags | more | {"changes": changes, "id": tracked}
-            write_whole(file, json.dumps(config, indent=2) + "\n")
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                rows = read_lines(self.path / name)
-                write_rows(self.path / name, [row for row in rows if row["step"] <= self.step])
-            evaluated = [line["step"] for line in self.lines() if "eval" in line]
-            return max(evaluated, default=-1), tracked
+    def write_config(self, data_fingerprint: str) -> str:
+        """Write config.json, and return the run's id.
 
-        self.evaluated_step, self.id = on_rank_0(write)
+        A resumed run can have other flags than before. They are printed, and `changes` in
+        config.json has them with the last step before them.
+        """
+        file, now = self.path / "config.json", self.flags | {"data_fingerprint": data_fingerprint}
+        stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        changed = {
+            name: [stored[name], value]
+            for name, value in now.items()
+            if name not in ("output", "resume") and stored.get(name, value) != value
+        }
+        words = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        if "data_fingerprint" in changed or "chat_template" in changed:
+            what = "a run keeps its problems and its chat template"
+            raise InputError(f"--resume {self.path}: {what} ({words})")
+        changes = stored.get("changes", [])
+        if changed:
+            log(f"changed after step {self.step}: {words}")
+            changes.append({"step": self.step} | changed)
+        own = stored.get("id") or f"{self.path.name}-{os.urandom(4).hex()}"
+        config = now | {"versions": installed(), "changes": changes, "id": own}
+        write_whole(file, json.dumps(config, indent=2) + "\n")
+        return own
+
+    def cut_back(self) -> int:
+        """Remove what is newer than the checkpoint. Return the last evaluated step, or -1."""
+        for half in self.path.glob("checkpoints/step_*.partial"):
+            shutil.rmtree(half)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            rows = read_lines(self.path / name)
+            write_rows(self.path / name, [row for row in rows if row["step"] <= self.step])
+        return max((line["step"] for line in self.lines() if "eval" in line), default=-1)
 
     def end_step(self, line: dict[str, Any], samples: list[dict]) -> None:
         """Append a whole step to metrics.jsonl and its first responses to samples.jsonl."""
@@ -216,7 +203,8 @@ class RunFolder:
 
     def evaluation_is_due(self) -> bool:
         """Whether the last whole step (0: none yet) must be evaluated, and was not yet."""
-        return is_due(self.step, self.flags["eval_every"]) and self.step > self.evaluated_step
+        every = self.flags["eval_every"]  # 0: never
+        return every > 0 and self.step % every == 0 and self.step > self.evaluated_step
 
     def end_evaluation(self, scores: dict[str, dict], rows: list[dict]) -> None:
         """Write the responses of an evaluation after the last whole step, and its scores."""
@@ -231,11 +219,9 @@ class RunFolder:
         return list(read_lines(self.path / "metrics.jsonl"))
 
     def save_is_due(self) -> bool:
-        """Whether the last whole step needs a checkpoint.
-
-        Every evaluation after step 0 needs a checkpoint before it, of the weights that it uses.
-        """
-        return any(is_due(self.step, self.flags[name]) for name in ("save_every", "eval_every"))
+        """Whether the last whole step needs a checkpoint. An evaluation has one before it."""
+        every = self.flags["save_every"]  # 0: never
+        return self.evaluation_is_due() or (every > 0 and self.step % every == 0)
 
     def save(self, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:
         """Save the last whole step unless that is done. The newest --keep_last checkpoints stay."""
@@ -255,17 +241,9 @@ def must_be_empty(folder: Path, hint: str) -> None:
         raise InputError(f"--output {folder}: holds {files[0]}; {hint} an empty directory")
 
 
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0  # 0: never
-
-
 def checkpoints(run: Path) -> list[Path]:
     """List the complete checkpoints of a run, oldest first. step_000020_copy is none of them."""
     return sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
-
-
-def step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -280,7 +258,8 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
     partial = folder.with_suffix(".partial")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # a collective; rank 0 gets them
-    if rank() == 0:
+
+    def write_model() -> None:
         partial.mkdir(parents=True)
         head = model.get_output_embeddings()
         if head.weight is model.get_input_embeddings().weight:  # tied: one tensor, saved once
@@ -288,14 +267,12 @@ def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer:
         model.save_pretrained(partial, state_dict=weights)
         add_old_rope(partial / "config.json")
         tokenizer.save_pretrained(partial)
-    barrier()  # the folder exists; the others wait here, however long rank 0 writes
+
+    on_rank_0(write_model)  # the others wait here, however long rank 0 writes
     moments = get_optimizer_state_dict(model, optimizer)
     # In the patient group a rank waits for the others' disks, however long these take.
-    group, alone = ranks.patient, not dist.is_initialized()
-    dcp.save(moments, checkpoint_id=partial / "trainer", process_group=group, no_dist=alone)
-    if rank() == 0:
-        partial.rename(folder)
-    barrier()
+    dcp.save(moments, checkpoint_id=partial / "trainer", process_group=ranks.patient)
+    on_rank_0(lambda: partial.rename(folder))
 
 
 def add_old_rope(file: Path) -> None:
@@ -315,8 +292,7 @@ def add_old_rope(file: Path) -> None:
 def load_optimizer(folder: Path, model: Model, optimizer: Optimizer) -> None:
     """Load the optimiser's moments from a checkpoint, on any number of ranks."""
     moments = get_optimizer_state_dict(model, optimizer)
-    group, alone = ranks.patient, not dist.is_initialized()
-    dcp.load(moments, checkpoint_id=folder / "trainer", process_group=group, no_dist=alone)
+    dcp.load(moments, checkpoint_id=folder / "trainer", process_group=ranks.patient)
     set_optimizer_state_dict(model, optimizer, moments)
 
 
@@ -350,7 +326,7 @@ class StopSignals:
 
     def asked(self) -> bool:
         """Whether any rank was asked to stop. Every rank must call this."""
-        return all_max(int(self.flag)) > 0
+        return any(all_list(self.flag))
 
 
 # SIGTERM ends a process that a reward has forked: time limits rely on it.

@@ -168,7 +168,7 @@ def run(case: str, folder: Path) -> None:
             shutil.copytree(folder / "world4-stapo", output)
             shutil.rmtree(output / "checkpoints" / "step_000002")
         flags = ["--resume", str(output)]
-    ranks.barrier()
+    ranks.broadcast(None)  # the others wait for the copy
     cfg = stapo.parse_flags(stapo.Config, "", flags)
     clipped_loss, real_update = stapo.clipped_loss, stapo.update
     adamw, sampler = torch.optim.AdamW, stapo.sample

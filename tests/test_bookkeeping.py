@@ -15,7 +15,7 @@ import stapo
 from rollout import load_tokenizer
 from support import installed, progress
 from support.data import load_problems
-from support.run import checkpoints, step_of
+from support.run import checkpoints
 
 
 def test_a_run_is_lines_of_metrics_and_samples(tmp_path, capsys):
@@ -44,7 +44,7 @@ def test_checkpoints_every_few_steps(tmp_path):
     """The newest two stay, and what a user copied. Tied weights are in them once."""
     run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2")
     folders = checkpoints(tmp_path / "run")
-    assert [step_of(folder) for folder in folders] == [4, 5]
+    assert [folder.name for folder in folders] == ["step_000004", "step_000005"]
     assert len(weights(tmp_path / "run")) < 1.01 * (TINY / "model.safetensors").stat().st_size
     shutil.copytree(folders[0], f"{folders[0]}_best")
     stapo.main(f"--resume {tmp_path}/run --steps 7 --save_every 0".split())

@@ -65,9 +65,10 @@ def whole(tmp_path_factory):
     [
         (3, STOP, 130, [], "stopped after step 0 of 4; continue with"),  # in the first evaluation
         (51, STOP, 130, [2, 3], "stopped after step 3 of 4; continue with"),
-        (35, STOP, 130, [2], "stopped after step 2 of 4, before its evaluation; continue with"),
+        (35, STOP, 130, [2], "stopped after step 2 of 4; continue with"),
         (43, "raise ValueError", 1, [2], r"stapo.py: --reward .*: ValueError\(\) at .*, line 1"),
         (67, KILL, -9, [2], "step 3 of 4: "),  # step 3 has no checkpoint
+        (30, KILL, -9, [], "step 1 of 4: "),  # no step has one
         (51, "os.chdir(Path(__file__).parent)", 0, [2, 4], "the run is in "),
     ],
 )
@@ -179,10 +180,10 @@ def test_a_weight_decay_beside_resume_wins_over_the_optimisers(finished, tmp_pat
 @pytest.mark.parametrize(
     "given, names",
     [
-        ("--data {folder}/other.jsonl", "--data {folder}/other.jsonl: not the problems"),
-        ("--reward scripts/rewards.py:dapo", "--reward scripts/rewards.py:dapo: not the problems"),
-        ("--max_prompt_tokens 13", "--max_prompt_tokens 13: not the problems"),
-        ("--instruction 1", "--instruction 1: not the problems"),
+        ("--data {folder}/other.jsonl", "data 'tests/tiny/test.jsonl' -> '{folder}/other.jsonl'"),
+        ("--reward scripts/rewards.py:dapo", "reward '' -> 'scripts/rewards.py:dapo'"),
+        ("--max_prompt_tokens 13", "max_prompt_tokens 20 -> 13"),
+        ("--instruction 1", "instruction '' -> '1'"),
     ],
 )
 def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys, given, names):
@@ -190,7 +191,8 @@ def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys,
     (tmp_path / "other.jsonl").write_text(text)
     before = {file: file.read_bytes() for file in finished.glob("*.json*")}
     message = refused(capsys, f"--resume {finished} --steps 3 {given.format(folder=tmp_path)}")
-    assert f"stapo.py: {names.format(folder=tmp_path)}" in message
+    assert message.startswith(f"stapo.py: --resume {finished}: a run keeps its problems and its ")
+    assert names.format(folder=tmp_path) in message and "data_fingerprint" in message
     assert before == {file: file.read_bytes() for file in finished.glob("*.json*")}
 
 

@@ -13,7 +13,7 @@ from helpers import FLAGS, SHAPE, TINY, refused, run, write_rows
 import eval as evaluation
 import rollout
 from rollout import load_policy
-from support import InputError, models, ranks
+from support import InputError, models
 from support.data import load_problems
 
 TRAINING = r"""
@@ -27,15 +27,12 @@ TRAINING = r"""
 --eval_every 1 --eval_benchmarks {}/long.jsonl | --max_new_tokens 40: the longest
 --data nowhere.jsonl | nowhere.jsonl: cannot be read as a dataset .*No such file
 --data {}/torn.jsonl | torn.jsonl: cannot be read as a dataset .line 1 is not JSON
---data {}/t.jsonl.gz | t.jsonl.gz: is no .jsonl, .json, .parquet file; unpack or convert it
 --reward nowhere.py:f | --reward nowhere.py:f: nowhere.py is no Python file
 --reward {}/own.py:f | --reward {}/own.py:f: .* has no function f
 --reward own | own is no Python file .FILE.py:FUNCTION
 --chat_template {} | --chat_template {}: no text there
 --resume {}/mistyped | mistyped: holds no run
 --resume {}/model | model: holds no run
---resume {}/run/checkpoints/step_000001 | give its run, {}/run$
---resume {}/run | run: holds no checkpoint; start anew in another --output
 --output {}/run | --output {}/run: holds checkpoints; continue a run with --resume
 --output {}/model | --output {}/model: holds
 @{}/nowhere | No such file
@@ -44,17 +41,15 @@ TRAINING = r"""
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the flags name: files, a model, one without weights, a run without its checkpoint."""
+    """What the flags name: files, a model, one without weights, a run."""
     folder = tmp_path_factory.mktemp("input")
     (folder / "torn.jsonl").write_text('{"problem": "1+1", "ans')
-    (folder / "t.jsonl.gz").write_bytes(b"\x1f\x8b")
     (folder / "own.py").write_text("f = 1")
     write_rows(folder / "long.jsonl", {"problem": "1+" * 5000, "answer": "2"})
     write_rows(folder / "good.jsonl", {"problem": "1+1", "answer": "2"})
     shutil.copytree(TINY, folder / "model")
     shutil.copytree(TINY, folder / "shell", ignore=lambda *_: ["model.safetensors"])
     run(folder / "run", "--steps 1")
-    shutil.rmtree(folder / "run" / "checkpoints" / "step_000001")
     return folder
 
 
@@ -73,9 +68,8 @@ def test_stapo_py(folder, tmp_path, capsys, row):
 
 
 EVALUATION = r"""
---benchmarks aime26 | benchmark aime26: neither a .jsonl, .json, .parquet file nor one of aime24,
+--benchmarks aime26 | benchmark aime26: neither a file nor one of aime24,
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
---benchmarks {}/t.jsonl.gz | t.jsonl.gz: is no .jsonl, .json, .parquet file
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --model {}/nobody | nobody: no model there
@@ -128,7 +122,7 @@ def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
     sound = {**dict.fromkeys(odd), "question": "1+0", "final_answer": "1"}
     file = str(tmp_path / "rows.parquet")
     Dataset.from_list([sound, odd]).to_parquet(file)
-    with pytest.raises(InputError, match=f"rows.parquet: row 2 has no {column} that is "):
+    with pytest.raises(InputError, match="rows.parquet: row 2 has no problem or no answer"):
         load_problems(file)
     if column == "answer":
         own = load_problems(file, whole_rows=True)[1]
@@ -156,10 +150,8 @@ def test_responses_fit_in_the_positions():
         models.check_length(config, 24, 41, "--max_new_tokens")
 
 
-def test_weights_that_cannot_be_trained(random_model, tmp_path, monkeypatch):
-    """A missing one, which transformers would draw at random; NaN; no tokenizer beside them; with
-    several ranks, before the weights are read, layers that are not under `.layers`.
-    """
+def test_weights_that_cannot_be_trained(random_model, tmp_path):
+    """A missing one, which transformers would draw at random; NaN; no tokenizer beside them."""
     model = random_model()
     weights = model.state_dict()
     del weights["model.norm.weight"]
@@ -172,12 +164,6 @@ def test_weights_that_cannot_be_trained(random_model, tmp_path, monkeypatch):
         load_policy(str(tmp_path))
     with pytest.raises(InputError, match=f"{tmp_path}: no tokenizer"):
         rollout.load_tokenizer(str(tmp_path))
-    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1)
-    config.save_pretrained(tmp_path)
-    monkeypatch.setattr(rollout.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks, "on_rank_0", lambda function: None)
-    with pytest.raises(InputError, match=f"{tmp_path}: GPT2LMHeadModel has no base_model.layers"):
-        load_policy(str(tmp_path))
 
 
 def test_a_head_that_does_more(random_model, monkeypatch):
