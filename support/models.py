@@ -100,6 +100,9 @@ def check_head(model: Model) -> None:
     HeadStats relies on this. A bias, a scale or a soft cap on the logits would make every
     log-probability wrong. The flags of a config for these have many names, so logits are compared.
     """
+    if model.base_model is model:  # Llama 4
+        what = f"{type(model).__name__} has no base model that returns hidden states"
+        raise InputError(f"--model: {what}; take another model")
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
     expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)

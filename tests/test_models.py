@@ -10,7 +10,8 @@ from helpers import SHAPE, TINY, fused_norms
 
 import rollout
 import stapo
-from support.models import fuse_norms
+from support import InputError
+from support.models import check_head, fuse_norms
 from support.run import add_old_rope
 
 LLAMA3 = {
@@ -34,6 +35,12 @@ def test_a_checkpoint_has_the_rotary_positions_that_transformers_4_reads(tmp_pat
     assert "rope_theta" not in stored["rope_scaling"]
     again = rollout.load_model(str(tmp_path))
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_a_model_without_a_base_model_is_refused_by_name():
+    config = transformers.Llama4TextConfig(**SHAPE, head_dim=8, num_local_experts=2)
+    with pytest.raises(InputError, match="Llama4ForCausalLM has no base model"):
+        check_head(transformers.Llama4ForCausalLM(config).eval())
 
 
 def test_other_parts_than_the_language_model_are_mentioned(tmp_path, capsys):
