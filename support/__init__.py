@@ -1,5 +1,6 @@
 """Helpers of the four programs, which import from here. Nothing here imports one of the four."""
 
+import platform
 from importlib.metadata import version
 
 
@@ -11,5 +12,6 @@ class InputError(ValueError):
 
 
 def installed() -> dict[str, str]:
-    """Return the installed versions of the run-time packages: {package: version}."""
-    return {name: version(name) for name in ("torch", "transformers", "datasets", "tqdm")}
+    """Return the versions of Python and of the run-time packages: {name: version}."""
+    packages = ("torch", "transformers", "datasets", "tqdm")
+    return {"Python": platform.python_version()} | {name: version(name) for name in packages}

@@ -6,7 +6,6 @@ A log file gets no bars, because it would keep every refresh of a bar. Only rank
 import contextlib
 import importlib
 import os
-import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,7 +62,7 @@ def report_environment() -> None:
     if ranks.device().type == "cuda":
         device = torch.cuda.get_device_name()
     versions = ", ".join(f"{name} {number}" for name, number in installed().items())
-    log(f"{ranks.world_size()} x {device}; Python {platform.python_version()}, {versions}")
+    log(f"{ranks.world_size()} x {device}; {versions}")
 
 
 def report_step(line: dict, sample: dict, total: int) -> None:
