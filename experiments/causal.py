@@ -4,10 +4,11 @@
     python experiments/causal.py --model runs/tiny/checkpoints/step_000028    # a trained model
 
 Each batch is sampled from the same model, pi_old. The model takes one plain gradient step up the
-objective over one set of the batch's tokens, every response token is measured, and the weights are
-restored. A seed is the number of a batch.
+objective over one set of the batch's tokens, and every response token is measured. A seed is the
+number of a batch.
 """
 
+import copy
 from collections.abc import Sequence
 
 import runs
@@ -43,22 +44,20 @@ def token_sets(batch: stapo.Batch, seed: int) -> dict[str, Tensor]:
 
 
 def one_step(policy: Policy, batch: stapo.Batch, chosen: Tensor) -> dict[str, float]:
-    """Step up J, the mean over `chosen` (B, L), measure all tokens, and restore the weights.
+    """Step up J, the mean over `chosen` (B, L), with a copy of the policy, and measure all tokens.
 
     The entropy lemma of Sec. 3.2 gives the change for a natural gradient step with rate 1. A is 0
     for every token except the sampled one, so it is -pi(y) [ln pi(y) + H] A of that token y.
     """
-    weights = list(policy.parameters())
-    before = [weight.detach().clone() for weight in weights]
+    policy = copy.deepcopy(policy)
     rows = chosen.any(1)  # other rows do not change J
     logp = policy(batch.ids[rows], chosen[rows]).logp
     loss = stapo.clipped_loss(logp, logp.detach(), batch.advantages[rows], chosen[rows])
+    loss.backward()
     with torch.no_grad():
-        for weight, grad in zip(weights, torch.autograd.grad(loss, weights)):
-            weight -= LR * grad
+        for weight in policy.parameters():
+            weight -= LR * weight.grad
         entropy = policy(batch.ids, batch.mask).entropy
-        for weight, value in zip(weights, before):
-            weight.copy_(value)
     change = 1e3 * (entropy - batch.old.entropy).double()  # (B, L)
     lemma = -batch.old.logp.exp() * (batch.old.logp + batch.old.entropy)
     lemma = lemma * batch.advantages[:, None]  # (B, L)
@@ -81,8 +80,8 @@ def measure(model: str, batches: Sequence[int]) -> Lines:
         batch, _ = stapo.collect(policy, None, task, number + 1, cfg)
         for tokens, chosen in token_sets(batch, number).items():
             if chosen.any():
-                row = f"{name}: {tokens}"
-                made.append(runs.line(row, number, one_step(policy, batch, chosen)))
+                numbers = one_step(policy, batch, chosen)
+                made.append(runs.line(f"{name}: {tokens}", number, numbers))
     return made
 
 

@@ -3,7 +3,6 @@
 python experiments/costs.py    # the table of docs/training.md, which lists the assumptions
 """
 
-import argparse
 import re
 from typing import NamedTuple
 
@@ -69,22 +68,6 @@ def update_bytes(shape: Shape, gpus: int, micro_tokens: int) -> float:
     return states + gathered + inputs + max(head, layers)
 
 
-def rows_that_fit(shape: Shape, length: int, free: float) -> int:
-    """Responses of `length` tokens, prompt included, for which `free` bytes have room."""
-    keys_and_values = 4 * shape.layers * KV_HEADS * WIDTH * length
-    return int(0.8 * free / (keys_and_values + 24 * WORDS))  # 24: for the draw of a token
-
-
-def sampling_seconds(
-    shape: Shape, bandwidth: float, responses: float, longest: int, rows: int
-) -> list[float]:
-    """What one GPU needs for its responses, at 15 and 30 microseconds to launch a kernel."""
-    steps = (0.3 * responses / rows + 2 / 3) * longest
-    keys_and_values = 4 * shape.layers * KV_HEADS * WIDTH * rows * 0.75 * longest
-    read = (2 * parameters(shape)[0] + keys_and_values) / bandwidth
-    return [steps * max((45 + 28 * shape.layers) * launch, read) for launch in (15e-6, 30e-6)]
-
-
 def cost(run: str, gpus: int, card: str) -> dict[str, str]:
     """A row of the table, with its heading as keys."""
     cfg = parse_flags(stapo.Config, "", run.replace("@", f"@{runs.ROOT}/").split())
@@ -93,15 +76,21 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
     size, memory = parameters(shape)[0], update_bytes(shape, gpus, cfg.tokens_per_micro_batch)
     count, longest = cfg.batch_size * cfg.group_size, cfg.max_new_tokens
     free = 1e9 * gb - 12 * size / gpus - 2 * size  # the states without gradients; bfloat16 weights
-    fit = rows_that_fit(shape, cfg.max_prompt_tokens + longest, free)
-    rows = min(fit, cfg.rollout_batch_size, count // gpus)
+    cached = 4 * shape.layers * KV_HEADS * WIDTH  # bytes of the keys and values of one token
+    row_bytes = cached * (cfg.max_prompt_tokens + longest) + 24 * WORDS  # 24: to draw a token
+    rows = min(int(0.8 * free / row_bytes), cfg.rollout_batch_size, count // gpus)
+
+    def sampling_seconds(responses: float) -> list[float]:
+        """What these responses need, at 15 and 30 microseconds to launch a kernel."""
+        steps = (0.3 * responses / gpus / rows + 2 / 3) * longest
+        read = (2 * size + cached * rows * 0.75 * longest) / bandwidth
+        return [steps * max((45 + 28 * shape.layers) * launch, read) for launch in (15e-6, 30e-6)]
+
     passes = 11 * size * count * (0.3 * longest + 200) / (0.4 * flops * gpus)
-    sampling = sampling_seconds(shape, bandwidth, count / gpus, longest, rows)
-    step = [seconds + passes for seconds in sampling]
+    step = [seconds + passes for seconds in sampling_seconds(count)]
     problems = sum(min(PROBLEMS[name], cfg.eval_limit) for name in cfg.eval_benchmarks)
     times = 1 + cfg.steps // cfg.eval_every if cfg.eval_every else 0  # the first is before step 1
-    responses = problems * cfg.eval_samples
-    evaluation = sampling_seconds(shape, bandwidth, responses / gpus, longest, rows)
+    evaluation = sampling_seconds(problems * cfg.eval_samples)
     hours = [(cfg.steps * s + times * e) / 3600 for s, e in zip(step, evaluation)]
     kept, saved, downloads = cfg.keep_last + 1, 12e-9 * size, 2e-9 * size + DATA  # GB
     return {
@@ -116,6 +105,5 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     rows = [cost(run, *place) for run, places in RUNS.items() for place in places]
     print(runs.markdown(list(rows[0]), [list(row.values()) for row in rows]))

@@ -82,9 +82,8 @@ def measure(folder: Path) -> dict[str, float]:
     lines = runs.read_metrics(folder)
     rows = runs.read_rows(folder / "held-out" / "samples.jsonl")
     boxes = [row["answer"] for row in rows if row["decoding"] == "training"]
-    numbers = {f"entropy, {step}": lines[step - 1]["entropy"] for step in (1, 40, 80)}
     return {
-        **numbers,
+        **{f"entropy, {step}": lines[step - 1]["entropy"] for step in (1, 40, 80)},
         "entropy, end": lines[-1]["entropy"],
         "rare, %": 100 * lines[-1]["low_prob_fraction"],
         "no box, %": 100 * boxes.count(None) / len(boxes),

@@ -4,7 +4,8 @@
     python scripts/tokens.py @tests/tiny/args    # shows its tokens
 
 The model is a Qwen3 of 379 thousand parameters, pre-trained on sums like `Q: 7+12-5=?`. It can work
-step by step and seldom does, so reinforcement learning has something to improve.
+step by step and seldom does, so reinforcement learning has something to improve. One seed decides
+everything. Another kind of processor rounds differently.
 
 1. The skill. Three quarters of the texts work the sum out: `First 7+12=19. Then 19-5=14. So ...`.
 2. The habit. The other texts guess at once: `First so \\boxed{14}`. In most of the worked texts the
@@ -12,10 +13,7 @@ step by step and seldom does, so reinforcement learning has something to improve
    response in twenty begins to work.
 3. The noise. A share of the response tokens is replaced by random tokens, drawn evenly from 301.
    The sums need 45 of them. So wherever the model is sure of a token, 300 others have a little
-   probability, as in a model with a large vocabulary. Right answers contain such tokens: the
-   spurious tokens of Sec. 3.3.
-
-One seed decides everything. Another kind of processor rounds differently.
+   probability, as in a large vocabulary. In right answers they are the spurious tokens of Sec. 3.3.
 """
 
 import argparse
@@ -135,6 +133,7 @@ def pretrain(
     tokenizer: PreTrainedTokenizerFast, draw: Callable[[], Text], steps: int, output: Path
 ) -> None:
     """Pre-train a model on batches of 64 texts, each of which `draw` makes, and save it."""
+    torch.set_num_threads(1)  # the number of cores must not change the rounding
     model, pad = make_model(tokenizer), tokenizer.pad_token_id
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
@@ -169,13 +168,11 @@ def pretrain(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--noise", type=float, default=NOISE, help="share of tokens replaced")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # the number of cores must not change the rounding
     distinct = list(dict.fromkeys(problem(rng) for _ in range(5000)))
     rows = [{"problem": q, "answer": str(sum(map(int, terms(q))))} for q in distinct[:4256]]
     held_out = {row["problem"] for row in rows[:256]}
@@ -193,7 +190,7 @@ def main() -> None:
             labels[1] = -100  # the token after the opening word, which begins the work
         return question, response, labels
 
-    pretrain(tokenizer, draw, args.steps, args.output)
+    pretrain(tokenizer, draw, 1200, args.output)
     for name, part in (("test", rows[:256]), ("train", rows[256:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (args.output / f"{name}.jsonl").write_text(lines)

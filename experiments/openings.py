@@ -17,17 +17,15 @@ from statistics import fmean
 import make_tiny
 import runs
 import torch
-from runs import METHODS, TINY, Lines, Part, mean_over
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from runs import METHODS, TINY, Lines, Part, mean_of
+from transformers import AutoTokenizer
 
 from reward import is_correct
 
 USEFUL = tuple(f"Plan{i:02}" for i in range(32))
 GUESSES = tuple(f"Idea{i:03}" for i in range(768))
 SHARE = len(USEFUL) / len(USEFUL + GUESSES)  # of responses that begin with a useful word
-WORKED = 0.75  # share of pre-training texts that work the sum out, to learn the skill from
-STEPS = 32
-FLAGS = f"""@tests/tiny/args --model {{base}} --steps {STEPS}
+FLAGS = """@tests/tiny/args --model {base} --steps 32
     --reward experiments/openings.py:useful_and_right --save_every 0 --log_samples 512"""
 HELD_OUT = "--benchmarks tests/tiny/test.jsonl --reward= --samples 1"
 COLUMNS = dict.fromkeys(("half", "+1, 10 to 20", "+1, last five"), ".1f")
@@ -42,38 +40,32 @@ def useful_and_right(response: str, row: dict) -> float:
     return 1.0 if right and response.startswith(USEFUL) else -1.0
 
 
-def text_of(
-    tokenizer: PreTrainedTokenizerFast, printable: list[int], problem: str, rng: random.Random
-) -> make_tiny.Text:
-    """A response for the pre-training: `Plan07 7+12=19. ...` or `Idea123 so \\boxed{37}`.
-
-    The opening's label is drawn anew, whatever the text's opening is: so every text teaches the
-    true shares of the openings. Noise replaces tokens behind the opening, as in make_tiny.
-    """
-    useful = rng.random() < WORKED
-    word = rng.choice(USEFUL if useful else GUESSES)
-    if useful:
-        text = make_tiny.solution(problem, True, rng).partition(" ")[2]  # without its own opening
-    else:
-        text = f"so \\boxed{{{rng.randint(-58, 100)}}}"  # the range of the answers
-    first, *rest = tokenizer(f"{word} {text}").input_ids
-    rest = make_tiny.noisy(rest, printable, make_tiny.NOISE, rng) + [tokenizer.eos_token_id]
-    label = rng.choice(USEFUL if rng.random() < SHARE else GUESSES)
-    return problem, [first, *rest], [tokenizer.convert_tokens_to_ids(label), *rest]
-
-
 def make_base(output: Path, steps: int = 850) -> None:
     """Pre-train the base model on fresh problems; the held-out ones of tests/tiny are left out."""
     rng = random.Random(0)
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     held_out = {row["problem"] for row in runs.read_rows(TINY / "test.jsonl")}
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     printable = make_tiny.printable_ids(tokenizer)  # no opening word
     tokenizer.add_tokens([*USEFUL, *GUESSES])
 
     def draw() -> make_tiny.Text:
-        return text_of(tokenizer, printable, make_tiny.fresh_problem(held_out, rng), rng)
+        """Draw a response such as `Plan07 7+12=19. ...` or `Idea123 so \\boxed{37}`.
+
+        The opening's label is drawn anew, whatever the text's opening is: so every text teaches the
+        true shares of the openings. Noise replaces tokens behind the opening, as in make_tiny.
+        """
+        problem = make_tiny.fresh_problem(held_out, rng)
+        useful = rng.random() < make_tiny.WORKED
+        word = rng.choice(USEFUL if useful else GUESSES)
+        if useful:
+            text = make_tiny.solution(problem, True, rng).partition(" ")[2]  # without its opening
+        else:
+            text = f"so \\boxed{{{rng.randint(-58, 100)}}}"  # the range of the answers
+        first, *rest = tokenizer(f"{word} {text}").input_ids
+        rest = make_tiny.noisy(rest, printable, make_tiny.NOISE, rng) + [tokenizer.eos_token_id]
+        label = rng.choice(USEFUL if rng.random() < SHARE else GUESSES)
+        return problem, [first, *rest], [tokenizer.convert_tokens_to_ids(label), *rest]
 
     make_tiny.pretrain(tokenizer, draw, steps, output)
 
@@ -86,7 +78,6 @@ def measure(folder: Path) -> dict[str, float | None]:
     """
     lines = runs.read_metrics(folder)
     samples = runs.read_rows(folder / "samples.jsonl")
-    last = STEPS - 4, STEPS
     for line in lines:
         texts = [row["response"] for row in samples if row["step"] == line["step"]]
         line["worked"] = fmean(text.count("=") >= 2 for text in texts)
@@ -94,11 +85,11 @@ def measure(folder: Path) -> dict[str, float | None]:
     half = [line["step"] for line in lines if line["worked"] >= 0.5]
     return {
         "half": min(half, default=None),
-        "+1, 10 to 20": 100 * mean_over(lines, "accuracy", 10, 20),
-        "+1, last five": 100 * mean_over(lines, "accuracy", *last),
+        "+1, 10 to 20": 100 * mean_of(lines[9:20], "accuracy"),
+        "+1, last five": 100 * mean_of(lines[-5:], "accuracy"),
         **runs.held_out(folder),
-        "useful, %": 100 * mean_over(lines, "useful", *last),
-        "entropy, last five": mean_over(lines, "entropy", *last),
+        "useful, %": 100 * mean_of(lines[-5:], "useful"),
+        "entropy, last five": mean_of(lines[-5:], "entropy"),
     }
 
 

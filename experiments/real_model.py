@@ -18,7 +18,7 @@ from statistics import fmean
 
 import runs
 from drift import chance
-from runs import Lines, Part, Run, by_step, mean_over, rows_of, table
+from runs import Lines, Part, Run, by_step, mean_of, rows_of, table
 
 sys.path.insert(0, str(runs.ROOT / "scripts"))
 from rewards import one_sentence  # noqa: E402
@@ -44,14 +44,6 @@ turned_35 = partial(turned_over, share=0.35)
 turned_50 = partial(turned_over, share=0.50)
 
 
-def list_recipe() -> list[Run]:
-    flags = f"{RECIPE} --model {{model}}"
-    still = {"recipe, before training": ("--lr 0 --steps 2", [0])}
-    rows = {f"recipe, {name}": (f"--method {runs.METHODS[name]}", range(5)) for name in PAIR}
-    before = runs.list_runs(still, flags, "", f"{HELD_OUT} --samples 8")
-    return before + runs.list_runs(rows, flags, "", f"{HELD_OUT} --samples 2")
-
-
 def list_errs(arms: dict[str, str], share: int, seeds: Sequence[int]) -> list[Run]:
     """Runs under a reward that is turned over for `share` % of the texts.
 
@@ -73,24 +65,22 @@ def measure(folder: Path) -> dict[str, float]:
     responses that count as right with one word on both sides, as in "The opposite of far is far".
     """
     lines = runs.read_metrics(folder)
-    end = len(lines)
-    last = [row for row in runs.read_rows(folder / "samples.jsonl") if row["step"] > end - 10]
+    samples = runs.read_rows(folder / "samples.jsonl")
+    last = [row for row in samples if row["step"] > len(lines) - 10]
     right = [one_sentence(row["response"], {"answer": row["gold"]}) > 0 for row in last]
     both_sides = re.compile(r"\b(\w+) is (the |a )?\1\b", re.I)
     gamed: dict[str, list[bool]] = {"training": [], "justrl": []}  # by the decoding
     for row in runs.read_rows(folder / "held-out" / "samples.jsonl"):
-        found = row["correct"] and bool(both_sides.search(row["response"]))
-        gamed[row["decoding"]].append(found)
-    first_three = mean_over(lines, "entropy", 1, 3)
-    last_ten = mean_over(lines, "entropy", end - 9, end)
+        gamed[row["decoding"]].append(bool(row["correct"] and both_sides.search(row["response"])))
+    first_three, last_ten = mean_of(lines[:3], "entropy"), mean_of(lines[-10:], "entropy")
     return {
-        "entropy": mean_over(lines, "entropy", 2, end),
+        "entropy": mean_of(lines[1:], "entropy"),
         "entropy, first three": first_three,
         "entropy, last ten": last_ten,
         "rise": last_ten / first_three,
-        "rare, %": 100 * mean_over(lines, "low_prob_fraction", 2, end),
-        "silenced, %": 100 * mean_over(lines, "silenced_fraction", 2, end),
-        "clip_high, %": 100 * mean_over(lines, "clip_high", 2, end),
+        "rare, %": 100 * mean_of(lines[1:], "low_prob_fraction"),
+        "silenced, %": 100 * mean_of(lines[1:], "silenced_fraction"),
+        "clip_high, %": 100 * mean_of(lines[1:], "clip_high"),
         "cut off, %": 100 * lines[-1]["truncated_fraction"],
         "right, %": 100 * fmean(right),
         "far is far at T = 1": 100 * fmean(gamed["training"]),
@@ -141,12 +131,17 @@ def figure(lines: Lines, file: Path) -> None:
 
 
 SHARE = 35  # % of the rewards: no pilot rises
+STILL = {"recipe, before training": ("--lr 0 --steps 2", [0])}
+ROWS = {f"recipe, {name}": (f"--method {runs.METHODS[name]}", range(5)) for name in PAIR}
+FLAGS = f"{RECIPE} --model {{model}}"
+RECIPE_RUNS = runs.list_runs(STILL, FLAGS, "", f"{HELD_OUT} --samples 8")
+RECIPE_RUNS += runs.list_runs(ROWS, FLAGS, "", f"{HELD_OUT} --samples 2")
 PILOT = {"JustRL, pilot": "justrl"}
 PILOT_RUNS = sum((list_errs(PILOT, share, [200]) for share in (20, 35, 50)), [])
 PARTS = {
     "pilots": Part(PILOT_RUNS, report_pilots),
     "errs": Part(list_errs(ARMS, SHARE, range(10, 13)), report_errs, figure),
-    "recipe": Part(list_recipe(), report_recipe),
+    "recipe": Part(RECIPE_RUNS, report_recipe),
 }
 CURVES = ("entropy", "entropy_p80", "entropy_p99", "accuracy", "low_prob_fraction", "candidates")
 CURVES += ("silenced", "clip_high", "ratio_mean", "truncated_fraction")

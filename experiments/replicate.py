@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 import runs
-from runs import METHODS, Lines, Part, Rows, Run, by_step, mean_over, rows_of, table
+from runs import METHODS, Lines, Part, Rows, Run, by_step, mean_of, rows_of, table
 
 PAIR = ("STAPO", "JustRL")
 MASKS = ("STAPO", "random candidates", "highest entropy")
@@ -55,14 +55,13 @@ def some_runs(
 def measure(folder: Path) -> dict[str, float]:
     """A run's accuracies and shares of tokens in percent, and its entropy in nats."""
     lines = runs.read_metrics(folder)
-    end = len(lines)
     return {
-        "5 to 10": 100 * mean_over(lines, "accuracy", 5, 10),
-        "10 to 20": 100 * mean_over(lines, "accuracy", 10, 20),
-        "last five": 100 * mean_over(lines, "accuracy", end - 4, end),
+        "5 to 10": 100 * mean_of(lines[4:10], "accuracy"),
+        "10 to 20": 100 * mean_of(lines[9:20], "accuracy"),
+        "last five": 100 * mean_of(lines[-5:], "accuracy"),
         **runs.held_out(folder),
-        "entropy": mean_over(lines, "entropy", 10, 20),
-        "silenced, %": 100 * mean_over(lines, "silenced_fraction", 1, end),
+        "entropy": mean_of(lines[9:20], "entropy"),
+        "silenced, %": 100 * mean_of(lines, "silenced_fraction"),
     }
 
 
@@ -158,13 +157,12 @@ def report_bases(lines: Lines) -> str:
 
 def draw_methods(lines: Lines, file: Path) -> None:
     """The README's curves of STAPO and JustRL."""
-    panels = {"right, %": ("accuracy", 100), "entropy, nats": ("entropy", 1)}
-    panels["silenced, %"] = ("silenced_fraction", 100)
-    curves = {
-        title: {name: by_step(lines, row(name), *metric) for name in PAIR}
-        for title, metric in panels.items()
-    }
-    runs.draw(file, curves, "step")
+    metrics = {"right, %": ("accuracy", 100), "entropy, nats": ("entropy", 1)}
+    metrics["silenced, %"] = ("silenced_fraction", 100)
+    panels = {}
+    for title, metric in metrics.items():
+        panels[title] = {name: by_step(lines, row(name), *metric) for name in PAIR}
+    runs.draw(file, panels, "step")
 
 
 def draw_masks(lines: Lines, file: Path) -> None:
@@ -180,8 +178,7 @@ def draw_masks(lines: Lines, file: Path) -> None:
 
 METHOD_RUNS = some_runs(METHODS, SEEDS) + some_runs(["GRPO", "20-Entropy"], SEEDS[:3])
 MASK_RUNS = some_runs(MASKS, SEEDS, "q 0.5")
-for _setting in ("q 0.25", "q 1"):
-    MASK_RUNS += some_runs(MASKS, SEEDS[:3], _setting)
+MASK_RUNS += some_runs(MASKS, SEEDS[:3], "q 0.25") + some_runs(MASKS, SEEDS[:3], "q 1")
 for _setting in SETTINGS:
     MASK_RUNS += some_runs(["STAPO"], SEEDS[:3], _setting) if "tau_p" in _setting else []
 LENGTH_RUNS = some_runs(PAIR, range(5), "28 steps") + some_runs(PAIR, SEEDS[:3], "100 steps")

@@ -73,11 +73,9 @@ def list_runs(
     rows: dict[str, tuple[str, Sequence[int]]], flags: str, base: str, evaluation: str
 ) -> list[Run]:
     """Runs of these rows, seed by seed. A row has flags of its own, and seeds."""
-    found = [
-        Run(row, seed, f"{flags} {more}", base, evaluation)
-        for row, (more, seeds) in rows.items()
-        for seed in seeds
-    ]
+    found = []
+    for row, (more, seeds) in rows.items():
+        found += [Run(row, seed, f"{flags} {more}", base, evaluation) for seed in seeds]
     return sorted(found, key=lambda run: run.seed)
 
 
@@ -98,21 +96,20 @@ def make(program: str, folder: Path, evaluation: str = "") -> None:
         return
     partial = folder.with_name(f"{folder.name}.partial")
     if list(partial.glob("checkpoints/step_*")):  # it was stopped
-        call(["stapo.py", "--resume", str(partial)])
+        call(["stapo.py", "--resume", partial])
     else:
         shutil.rmtree(partial, ignore_errors=True)
-        call([*shlex.split(program), "--output", str(partial)])
+        call([*shlex.split(program), "--output", partial])
     if evaluation:
-        model = str(max(partial.glob("checkpoints/step_*")))
-        results = str(partial / "held-out")
+        model, results = max(partial.glob("checkpoints/step_*")), partial / "held-out"
         call(["eval.py", *shlex.split(evaluation), "--model", model, "--output", results])
         shutil.rmtree(partial / "checkpoints")
     partial.rename(folder)
 
 
-def call(program: list[str]) -> None:
+def call(program: list[str | Path]) -> None:
     """Run a program and its flags with one thread."""
-    command = [sys.executable, *program]
+    command = [sys.executable, *map(str, program)]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True)
     if done.returncode:
@@ -158,14 +155,12 @@ def held_out(folder: Path) -> dict[str, float]:
     """The accuracy of a run's last checkpoint on the held-out problems, in %, by its decoding."""
     scores = json.loads((folder / "held-out" / "scores.json").read_text())["scores"]
     names = {"training": "held out at T = 1", "justrl": "held out at T = 0.7"}
-    means = {decoding: next(iter(scores[decoding].values()))["mean"] for decoding in names}
-    return {name: means[decoding] for decoding, name in names.items()}
+    return {name: next(iter(scores[key].values()))["mean"] for key, name in names.items()}
 
 
-def mean_over(lines: list[dict], key: str, first: int, last: int) -> float:
-    """The mean of a metric over these steps, both ends included; steps with null are left out."""
-    values = [line[key] for line in lines if first <= line["step"] <= last]
-    return fmean(value for value in values if value is not None)
+def mean_of(lines: list[dict], key: str) -> float:
+    """The mean of a metric over the lines of some steps; steps with null are left out."""
+    return fmean(line[key] for line in lines if line[key] is not None)
 
 
 def line(row: str, seed: int, numbers: dict[str, float | None]) -> dict[str, Any]:
@@ -301,15 +296,12 @@ def by_step(lines: Lines, row: str, key: str, unit: float = 1) -> dict[float, li
 
 def draw(file: Path, panels: dict[str, Curves], x_label: str) -> None:
     """Draw means over runs, with bands from the lowest to the highest run; panels by the title."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # files only, no display
-    import matplotlib.pyplot as plt
-
-    size = {"figsize": (2.2 * len(panels), 2.5), "layout": "constrained", "squeeze": False}
-    picture, axes = plt.subplots(1, len(panels), **size)
+    picture = Figure(figsize=(2.2 * len(panels), 2.5), layout="constrained")
     lines: dict[str, Any] = {}  # by the label
-    for axis, (title, curves) in zip(axes[0], panels.items()):
+    for place, (title, curves) in enumerate(panels.items(), start=1):
+        axis = picture.add_subplot(1, len(panels), place)
         for label, curve in curves.items():
             xs, runs = list(curve), list(curve.values())
             color = lines[label].get_color() if label in lines else f"C{len(lines)}"
@@ -326,13 +318,12 @@ def draw(file: Path, panels: dict[str, Curves], x_label: str) -> None:
 
 
 def make_parser(doc: str, parts: Iterable[str]) -> argparse.ArgumentParser:
-    name = Path(sys.argv[0]).stem
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--only", choices=parts, help="one of these parts")
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of the seeds of each row")
     parser.add_argument("--table", action="store_true", help="make no runs")
     parser.add_argument("--figure", type=Path, help="draw the picture of --only into this file")
-    committed = ROOT / "experiments" / "results" / f"{name}.jsonl"
+    committed = ROOT / "experiments" / "results" / f"{Path(sys.argv[0]).stem}.jsonl"
     parser.add_argument("--results", type=Path, default=committed, help="file of the lines")
     return parser
 
@@ -343,10 +334,8 @@ def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> Non
     The tables of all parts are written into a page beside the lines, and those of --only printed.
     """
     stored = read_rows(args.results) if args.results.exists() else []
-    by_run = {(line["row"], line["seed"]): line for line in [*stored, *made]}
-    lines = list(by_run.values())
+    lines = list({(line["row"], line["seed"]): line for line in [*stored, *made]}.values())
     if made:
-        args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     program = Path(sys.argv[0]).name
     page = [f"# Tables of {program}\n\n`experiments/{program} --table` writes this page."]

@@ -7,9 +7,8 @@
    smallest and the largest run. Data that has moved is the same data.
 2. metrics.jsonl gives training.png, quantiles.png, updates.png and evaluation.png. A .csv file
    beside each picture has its numbers.
-3. The script prints how far a run's score has moved from its first evaluation to its last. If two
-   lines have runs with the same seeds, it prints the differences of their accuracies, in training
-   and held out, over the steps that all of these runs have.
+3. The script prints how far a run's score has moved from its first evaluation to its last. For two
+   lines whose runs have the same seeds, it prints the differences of their accuracies.
 """
 
 import argparse
@@ -25,10 +24,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import matplotlib
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-matplotlib.use("Agg")  # files only, no display
-plt.rcParams |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "savefig.dpi": 150}
+matplotlib.rcParams |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 
 METHODS = {  # name and colour; colour-blind readers can tell Okabe and Ito's colours apart
     "stapo": ("STAPO", "#D55E00"),
@@ -85,7 +84,7 @@ def read_lines(file: Path) -> list[dict]:
 
 
 def read_metrics(run: Path) -> Series:
-    """Return the numbers of a run's metrics.jsonl, without nulls. Raises ValueError if none.
+    """Return the numbers of a run's metrics.jsonl, without nulls.
 
     Scores are the metrics "held-out accuracy, BENCHMARK (N problems)", from 0 to 1, and "held-out
     reward, ...". Step 0 is the model before training.
@@ -95,12 +94,10 @@ def read_metrics(run: Path) -> Series:
         for name, score in (row.pop("eval", None) or {}).items():
             name += f" ({score['problems']} problems)"
             row[f"held-out accuracy, {name}"] = score["mean"] / 100
-            row[f"held-out reward, {name}"] = score.get("reward")  # older runs have none
+            row[f"held-out reward, {name}"] = score["reward"]
         for key, value in row.items():
             if isinstance(value, int | float):
                 series[key][row["step"]] = value
-    if not series:
-        raise ValueError(f"{run}/metrics.jsonl holds no step and no evaluation: wait for the first")
     return series
 
 
@@ -127,11 +124,8 @@ def group_runs(paths: list[Path]) -> list[Group]:
     runs_of: dict[str, dict[int, Series]] = defaultdict(dict)  # the flags as JSON -> runs by seed
     for path in paths:
         config = json.loads((path / "config.json").read_text("utf-8"))
-        if not {"method", "seed"} <= set(config):
-            raise ValueError(f"{path} is no run directory of stapo.py")
         flags = {key: config[key] for key in sorted(config) if key not in INCIDENTAL}
-        if "data_fingerprint" in flags:  # the same problems, wherever they are
-            flags["data"] = flags.pop("data_fingerprint")
+        flags["data"] = flags.pop("data_fingerprint")  # the same problems, wherever they are
         runs = runs_of[json.dumps(flags)]
         if config["seed"] in runs:
             raise ValueError(f"{path}: another run has its flags and its seed; give one of them")
@@ -175,11 +169,9 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
         writer.writerows(rows)
     columns = 3 if len(recorded) > 4 else min(2, len(recorded))
     lines = math.ceil(len(recorded) / columns)
-    options = {"figsize": (10.2, 2.8 * lines + 0.6), "squeeze": False, "layout": "constrained"}
-    fig, axes = plt.subplots(lines, columns, **options)
-    for ax in axes.flat[len(recorded) :]:
-        ax.set_visible(False)
-    for ax, metric in zip(axes.flat, recorded):
+    fig = Figure(figsize=(10.2, 2.8 * lines + 0.6), layout="constrained")
+    for place, metric in enumerate(recorded, start=1):
+        ax = fig.add_subplot(lines, columns, place)
         for group in groups:
             mine = [r for r in rows if (r["metric"], r["group"]) == (metric, group.label)]
             x, mean, low, high = ([r[k] for r in mine] for k in ("step", "mean", "min", "max"))
@@ -190,25 +182,16 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
         ax.xaxis.get_major_locator().set_params(integer=True)
         if "accuracy" in metric or metric == "silenced_fraction":
             ax.yaxis.set_major_formatter(percent)
-    handles = [plt.Line2D([], [], label=group.label, **group.line) for group in groups]
+    handles = [Line2D([], [], label=group.label, **group.line) for group in groups]
     fits = 120 // max(len(group.label) for group in groups) or 1  # labels side by side
     fig.legend(handles=handles, loc="outside lower center", ncols=min(4, len(groups), fits))
-    fig.savefig(out / f"{stem}.png")
-    plt.close(fig)
+    fig.savefig(out / f"{stem}.png", dpi=150)
 
 
 def mean_and_error(values: list[float], digits: int) -> str:
     """Write the mean of values, with its standard error if there are several."""
     error = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):+.{digits}f}{error}"
-
-
-def read_rates(file: Path) -> dict[str, dict[int, float]]:
-    """Return benchmark -> {problem: right responses in percent} of an evaluation's file."""
-    correct = defaultdict(lambda: defaultdict(list))
-    for row in read_lines(file):
-        correct[row["benchmark"]][row["problem"]].append(100 * row["correct"])
-    return {name: {n: fmean(of) for n, of in by.items()} for name, by in correct.items()}
 
 
 def changes(run: Path) -> list[str]:
@@ -221,16 +204,18 @@ def changes(run: Path) -> list[str]:
     if len(evals) < 2:
         return []
     steps = min(evals), max(evals)
-    before, after = (read_rates(run / "evaluations" / f"step_{n:06d}.jsonl") for n in steps)
+    before, after = defaultdict(list), defaultdict(list)  # (benchmark, problem) -> its responses
+    for step, responses in zip(steps, (before, after)):
+        for row in read_lines(run / "evaluations" / f"step_{step:06d}.jsonl"):
+            responses[row["benchmark"], row["problem"]].append(100 * row["correct"])
     lines = []
-    for name in sorted(before.keys() & after.keys()):
-        problems = before[name].keys() & after[name].keys()
-        moved = [after[name][problem] - before[name][problem] for problem in problems]
-        change = f"{mean_and_error(moved, 2)} points ({len(moved)} problems)"
-        rewards = [evals[step][name].get("reward") for step in steps]
-        if None not in rewards:
-            change += f", mean reward {rewards[0]:.3f} to {rewards[1]:.3f},"
-        lines.append(f"{run}: {name} {change} from step {steps[0]} to step {steps[1]}")
+    both = sorted(before.keys() & after.keys())
+    for name in dict.fromkeys(benchmark for benchmark, _ in both):
+        moved = [fmean(after[key]) - fmean(before[key]) for key in both if key[0] == name]
+        first, last = (evals[step][name]["reward"] for step in steps)
+        change = f"{mean_and_error(moved, 2)} points ({len(moved)} problems), "
+        change += f"mean reward {first:.3f} to {last:.3f}"
+        lines.append(f"{run}: {name} {change}, from step {steps[0]} to step {steps[1]}")
     return lines
 
 
@@ -238,31 +223,30 @@ def differences(groups: list[Group], metrics: list[str]) -> list[str]:
     """Return lines for each group after the first: its accuracies minus the first group's.
 
     The standard error is that of the mean of the seeds' differences: two runs of a seed train on
-    the same problems.
+    the same problems. Runs without a common step have no line.
     """
     first, *others = groups
     lines = []
     for group in others:
-        name = f"{group.label} minus {first.label}"
-        if seeds := sorted(first.runs.keys() & group.runs.keys()):
-            name += f", seeds {', '.join(map(str, seeds))}"
-            pairs = [(first.runs[seed], group.runs[seed]) for seed in seeds]
-            lines += [f"{name}: {metric} {difference(metric, pairs)}" for metric in metrics]
-        else:
-            ours, theirs = (", ".join(map(str, sorted(g.runs))) for g in (group, first))
-            lines.append(f"{name}: not compared, no seed is in both ({ours} and {theirs})")
+        seeds = sorted(first.runs.keys() & group.runs.keys())
+        if not seeds:
+            lines.append(f"{group.label} minus {first.label}: not compared, no seed is in both")
+            continue
+        name = f"{group.label} minus {first.label}, seeds {', '.join(map(str, seeds))}"
+        pairs = [(first.runs[seed], group.runs[seed]) for seed in seeds]
+        for metric in metrics:
+            series = [run.get(metric, {}) for pair in pairs for run in pair]
+            steps = sorted(set.intersection(*map(set, series)) - {0})
+            if steps:
+                lines.append(f"{name}: {metric} {difference(metric, pairs, steps)}")
     return lines
 
 
-def difference(metric: str, pairs: list[tuple[Series, Series]]) -> str:
-    """Say how far the second runs of pairs are above the first, over the steps that all have.
+def difference(metric: str, pairs: list[tuple[Series, Series]], steps: list[int]) -> str:
+    """Say how far the second runs of pairs are above the first, over these steps.
 
-    The last ten steps, or the last evaluation, are told apart. Step 0 is before training.
+    The last ten steps, or the last evaluation, are told apart.
     """
-    steps = set.intersection(*(set(run.get(metric, {})) for pair in pairs for run in pair))
-    steps = sorted(steps - {0})
-    if not steps:
-        return "not compared, the runs have no step in common"
     factor, digits, unit = (100, 1, " points") if "accuracy" in metric else (1, 3, "")
     last = steps[-10:] if metric == "accuracy" else steps[-1:]
     texts = []

@@ -10,8 +10,7 @@ sampling check, a response, the share of silenced tokens, and the most frequent 
 writes quadrants.md, gradients.png and responses.html into --output.
 
 RUN gives its flags. Flags on the command line replace the flags of RUN. All flags of stapo.py are
-accepted. Those that are only about training change nothing. The default of --output is RUN/figures,
-or runs/tokens-<model>.
+accepted. The default of --output is RUN/figures, or runs/tokens-<model>.
 """
 
 import functools
@@ -21,19 +20,20 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import responses
 import torch
 from figures import percent
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
+from eval import markdown
 from rollout import Policy, Tokenizer, load_policy, to_text
 from support import InputError, progress, ranks
 from support.models import gathered
-from support.run import Parser, flags_of_run
+from support.run import Parser, checkpoints, flags_of_run
 
 SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
 BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-level BPE's pieces
@@ -44,26 +44,21 @@ def parse(argv: list[str] | None) -> stapo.Config:
     parser = Parser(stapo.Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run, or a checkpoint of a run")
     given, path = parser.given(argv), parser.parse_args(argv).run
-    held, output = {}, ""
+    held = {}
     if path:
         is_checkpoint = Path(path).parent.name == "checkpoints"
         run = Path(path).parent.parent if is_checkpoint else Path(path)
-        try:
-            held = flags_of_run(stapo.Config, run)
-        except InputError:  # it speaks of --resume
-            raise InputError(f"RUN {run}: holds no run of stapo.py") from None
+        held = flags_of_run(stapo.Config, run) | {"output": ""}
         if "model" not in given:
-            saved = sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
+            saved = [Path(path)] if is_checkpoint else checkpoints(run)
             if not saved:
                 raise InputError(f"RUN {run}: has no checkpoint yet; wait for one, or give --model")
-            held["model"] = path if is_checkpoint else str(saved[-1])
-            held["chat_template"] = ""  # the checkpoint's own: the file may have changed since
-            output = f"{run}/figures"
-    cfg = stapo.Config(**held | given)
-    cfg = replace(cfg, method="stapo", resume="", eval_every=0)
+            # The checkpoint has its own template: the file may have changed since.
+            held |= {"model": str(saved[-1]), "chat_template": "", "output": f"{run}/figures"}
+    cfg = replace(stapo.Config(**held | given), method="stapo", eval_every=0)
     stapo.check_flags(cfg)
     name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
-    return replace(cfg, output=given.get("output") or output or f"runs/tokens-{name}")
+    return replace(cfg, output=cfg.output or f"runs/tokens-{name}")
 
 
 @torch.no_grad()
@@ -94,16 +89,16 @@ def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[
     parts = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
     choices = [stapo.silence_spurious(part, None, cfg) for part in parts]  # None: p, H under pi_old
     silenced = batch.mask & ~torch.cat([choice.keep for choice in choices])  # (B, L)
-    tau_h = torch.cat([choice.tau_h.expand(len(choice.keep), 1) for choice in choices])  # (B, 1)
+    tau_h = torch.cat([choice.tau_h.expand(len(choice.keep)) for choice in choices])  # (B,)
     right = batch.mask & (batch.advantages > 0)[:, None]  # (B, L)
+    row = right.nonzero()[:, 0]  # (N,)
     words = []
     with gathered(policy) as model:
-        for row in progress.track(right.any(1).nonzero().flatten().tolist(), "gradients"):
-            ids = batch.ids[row, : batch.lengths[row]]
-            words.append(next_words(model, ids, int(right[row].sum())))
+        for i in progress.track(row.unique().tolist(), "gradients"):
+            ids = batch.ids[i, : batch.lengths[i]]
+            words.append(next_words(model, ids, int(right[i].sum())))
     collision, likeliest_p, likeliest_id = (torch.cat(tensors) for tensors in zip(*words))
-    columns = torch.arange(len(right))[:, None], batch.advantages[:, None], tau_h
-    row, A, tau_h = (values.expand(right.shape)[right] for values in columns)  # (N,) each
+    A, tau_h = batch.advantages[row], tau_h[row]
     p, entropy = batch.old.logp[right].exp(), batch.old.entropy[right]
     threshold = tau_h.where(tau_h.isfinite(), stapo.quantile(entropy, 0.8))
     squared = 1 - 2 * p.double() + collision.double()
@@ -155,22 +150,23 @@ def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
 
 def quadrants(t: dict[str, Tensor], all_tokens: int) -> str:
     """Return the taxonomy of Sec. 3.2 as a Markdown table."""
-    titles = ["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]
-    rows = [titles, ["---"] * 5]
+    rows = [["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]]
     for p, h in (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high")):
         here = (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))  # (N,)
         name = f"{p} p, {h} H" + (" (silenced)" if p == h == "low" else "")
-        count, norm = int(here.sum()), f"{t['norm'][here].mean():.3f}"
-        rows.append([name, str(count), percent(count / len(here)), percent(count / all_tokens)])
-        rows[-1].append(norm if count else "-")
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        count = int(here.sum())
+        norm = f"{t['norm'][here].mean():.3f}" if count else "-"
+        shares = [percent(count / len(here)), percent(count / all_tokens)]
+        rows.append([name, str(count), *shares, norm])
+    return markdown(rows)
 
 
 def draw_gradients(t: dict[str, Tensor], cfg: stapo.Config, file: Path) -> None:
     """Draw the gradient norm over the probability, coloured by entropy; low p on top."""
     drawn = t["low_p"].long().argsort(stable=True)
     p, norm, silenced = t["p"][drawn].clamp(min=1e-12), t["norm"][drawn], t["silenced"][drawn]
-    fig, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    fig = Figure(figsize=(8, 4.5), layout="constrained")
+    ax = fig.add_subplot()
     halo = {"color": "#D55E00", "s": 26, "linewidths": 0, "label": "silenced: p < τp, H < τh"}
     ax.scatter(p[silenced], norm[silenced], **halo)
     dots = ax.scatter(p, norm, c=t["entropy"][drawn], s=9, linewidths=0, cmap="viridis")
@@ -179,8 +175,7 @@ def draw_gradients(t: dict[str, Tensor], cfg: stapo.Config, file: Path) -> None:
     ax.set(xscale="log", xlabel="token probability p", ylabel="gradient norm |A| √(1 − 2p + Σπ²)")
     ax.set_title(f"{cfg.model}: tokens with A > 0", parse_math=False)
     fig.legend(loc="outside lower left", ncols=2)
-    fig.savefig(file)
-    plt.close(fig)
+    fig.savefig(file, dpi=150)
 
 
 def describe(t: dict[str, Tensor], row: int, sample: dict, task: stapo.Task) -> dict:
@@ -224,9 +219,9 @@ def run(cfg: stapo.Config) -> None:
     (out / "quadrants.md").write_text(table, "utf-8")
     draw_gradients(t, cfg, out / "gradients.png")
     marked = set(t["row"][t["silenced"]].tolist())
-    rows = sorted(t["row"].unique().tolist(), key=lambda row: row % cfg.group_size)  # many problems
-    shown = sorted(rows, key=lambda row: row not in marked)[:SHOWN]
-    described = [describe(t, row, samples[row], task) for row in shown]
+    # row % G is a response's number in its group, so the first responses are of many problems.
+    rows = sorted(t["row"].unique().tolist(), key=lambda i: (i not in marked, i % cfg.group_size))
+    described = [describe(t, row, samples[row], task) for row in rows[:SHOWN]]
     page = responses.page(cfg.model, what, described, cfg.tau_p)
     (out / "responses.html").write_text(page, "utf-8")
     progress.say(f"\n{table}\nfigures in {out}")

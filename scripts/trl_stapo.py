@@ -202,7 +202,6 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
     parser = TrlParser((Flags, GRPOConfig, ModelConfig))
     parser.set_defaults(**DEFAULTS)
     flags, config, model = parser.parse_args_and_config(argv)
-    check(config, {})  # before anything is loaded
     more = {"model": model.model_name_or_path, "max_new_tokens": config.max_completion_length}
     stapo.check_flags(cfg := stapo.Config(**vars(flags), **more))
     task = stapo.load_task(cfg)

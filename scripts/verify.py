@@ -20,8 +20,7 @@ import eval as evaluation  # noqa: E402
 import rollout  # noqa: E402
 from eval import Key, Rows  # noqa: E402
 from support import InputError, progress, ranks  # noqa: E402
-from support.models import check_length  # noqa: E402
-from support.ranks import all_list, on_rank_0, rank, world_size  # noqa: E402
+from support.ranks import rank, world_size  # noqa: E402
 from support.run import flag, parse_flags, read_lines, write_rows, write_whole  # noqa: E402
 
 JUDGE = """You are given a mathematics problem, its reference answer and the end of a solution \
@@ -55,7 +54,6 @@ class VerifyConfig:
 
     folder: str = field(metadata={"help": "results of eval.py (its --output)"})
     verifier: str = flag("opencompass/CompassVerifier-3B", "Hub id or local folder (the paper's)")
-    batch_size: int = flag(256, "most replies decoded at a time on each rank")
 
 
 def parse_verdict(reply: str) -> str:
@@ -89,18 +87,11 @@ def judge(rows: Rows, cfg: VerifyConfig) -> Rows:
         text = JUDGE.format(problem=rows[key]["question"], gold=rows[key]["gold"], tail=tail)
         # A verifier that thinks would spend its few tokens on that. Other templates ignore it.
         prompts.append(rollout.encode_prompt(tokenizer, text, "", enable_thinking=False))
-    longest = max(all_list(max(map(len, prompts), default=0)))
-    check_length(model.config, longest, 16, f"--verifier {cfg.verifier}, tokens of a reply:")
     verdicts = {}
-    for index, reply in rollout.sample(
-        model,
-        tokenizer,
-        prompts,
-        max_new_tokens=16,
-        temperature=0,
-        batch_size=cfg.batch_size,
-        progress="verdicts",
-    ):
+    sampled = rollout.sample(
+        model, tokenizer, prompts, max_new_tokens=16, temperature=0, progress="verdicts"
+    )
+    for index, reply in sampled:
         verdicts[keys[index]] = {"verdict": parse_verdict(reply.text), "reply": reply.text}
     return evaluation.all_rows(verdicts)
 
@@ -118,28 +109,18 @@ def verdict_table(rows: Rows) -> str:
 def run(cfg: VerifyConfig) -> None:
     """Judge, write and print. Raises InputError."""
     folder = Path(cfg.folder)
-
-    def read() -> tuple[dict, Rows]:
-        if not (folder / "scores.json").is_file():
-            raise InputError(f"--folder {folder}: holds no results of eval.py (no scores.json)")
-        flags = json.loads((folder / "scores.json").read_text("utf-8"))["flags"]
-        rows = {}
-        for row in read_lines(folder / "samples.jsonl"):
-            rows[Key(*(row.pop(name) for name in Key._fields))] = row
-        return flags, rows
-
-    flags, rows = on_rank_0(read)
+    if not (folder / "scores.json").is_file():
+        raise InputError(f"--folder {folder}: holds no results of eval.py (no scores.json)")
+    flags = json.loads((folder / "scores.json").read_text("utf-8"))["flags"]
+    rows = {}
+    for row in read_lines(folder / "samples.jsonl"):
+        rows[Key(*(row.pop(name) for name in Key._fields))] = row
     verdicts = judge(rows, cfg)
     rows = {key: row | verdicts.get(key, {}) for key, row in rows.items()}
-    unreadable = [row["reply"] for row in verdicts.values() if row["verdict"] == "UNREADABLE"]
-    if len(unreadable) > len(verdicts) / 10:
-        what = f"{len(unreadable)} of {len(verdicts)} verdicts are unreadable and count as wrong"
-        progress.log(f"--verifier {cfg.verifier}: {what}; the first is {unreadable[0]!r}")
     if rank() == 0:
-        final = {
-            key: row | {"correct": row["correct"] or row["verdict"] == "CORRECT"}
-            for key, row in rows.items()
-        }
+        final = {}
+        for key, row in rows.items():
+            final[key] = row | {"correct": row["correct"] or row["verdict"] == "CORRECT"}
         known = {benchmark.key: benchmark for benchmark in evaluation.BENCHMARKS}
         names = dict.fromkeys(key.benchmark for key in rows)
         benchmarks = [known.get(n, evaluation.Benchmark(n, n, "", "", 0)) for n in names]

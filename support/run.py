@@ -121,7 +121,7 @@ def flags_of_run(config: type, run: Path) -> dict[str, Any]:
     file = run / "config.json"
     stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     if "resume" not in stored:  # a model's config.json has no such key
-        raise InputError(f"--resume {run}: holds no run; give the --output of a run")
+        raise InputError(f"{run}: holds no run; give the --output of a run")
     return {each.name: stored[each.name] for each in fields(config) if each.name in stored}
 
 

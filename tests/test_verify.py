@@ -28,7 +28,7 @@ def test_verdicts_are_parsed_strictly(row):
     assert found == dict.fromkeys(replies, verdict)
 
 
-def test_the_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch, capsys):
+def test_the_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch):
     """The policy is right on problem 0 alone. The verifier accepts problem 1, and so on."""
     asked = []
 
@@ -63,8 +63,6 @@ def test_the_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch
         verified = (out / "verified.md").read_text()
         assert f"| training | rule, then {judge} | 40.00 | 40.00 |" in verified
         assert verified.endswith("| five | training | 2 | 2 | 2 | 2 |\n")
-    said = f"--verifier {judge}: 2 of 8 verdicts are unreadable and count as wrong; the first is"
-    assert said in capsys.readouterr().err
     assert (out / "table.md").read_text() == table
     assert len(asked) == 16 and not any("problem 0\n" in prompt for prompt in asked)
     for prompt in asked:
