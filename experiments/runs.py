@@ -43,6 +43,7 @@ METHODS = {  # the names in the tables
 }
 # By the number of runs: half a 95 % interval in standard errors (Student).
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+T_95 |= {11: 2.228, 12: 2.201, 13: 2.179, 14: 2.160, 15: 2.145, 16: 2.131, 20: 2.093, 32: 2.040}
 
 
 class Run(NamedTuple):
