@@ -1,10 +1,9 @@
-"""What several test files share: runs of stapo.py, their records, mini-batches, models, pages."""
+"""What several test files share: runs of stapo.py, their records, mini-batches, models."""
 
 import csv
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -170,33 +169,6 @@ def check_png(path: Path, colour: str) -> None:
     assert image.shape[0] > 300 and image.shape[1] > 600
     wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     assert (abs(image - wanted).max(axis=-1) <= 2).sum() > 100, f"{path.name}: no {colour}"
-
-
-class Page(HTMLParser):
-    """The tokens of each response with their attributes, and every tag and attribute of a page."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.tags, self.attributes, self.responses, self.token = [], [], [], None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        self.tags.append(tag)
-        self.attributes += attributes
-        if attributes.get("class") == "tokens":
-            self.responses.append([])
-        if "data-about" in attributes:
-            self.token = attributes | {"tag": tag, "text": ""}
-            self.responses[-1].append(self.token)
-
-    def handle_endtag(self, tag):
-        if tag in ("span", "del", "b", "i"):
-            self.token = None
-
-    def handle_data(self, data):
-        if self.token:
-            self.token["text"] += data
 
 
 def fused_norms(model) -> int:

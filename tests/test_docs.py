@@ -1,6 +1,5 @@
 """Pages and recipes: what they name exists, what they define is written, what they show runs."""
 
-import ast
 import json
 import re
 import shutil
@@ -34,6 +33,16 @@ def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text()
 
 
+def metrics_of(page: str, heading: str, end: str) -> set[str]:
+    """The names in the first column of a page's table."""
+    table = text_of(page).partition(heading)[2].partition(end)[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+METRICS = metrics_of("reference.md", "## Metrics", "1. Methods without")
+
+
 # ------------------------------------------------------------------------------------------ pages
 
 
@@ -46,8 +55,6 @@ def test_every_python_block_is_an_example_that_a_test_runs():
         names = re.findall(r"<!-- example: ([a-z-]+) -->\n```python\n", text)
         assert len(names) == blocks, f"{page.name}: a block without a name"
         assert set(names) <= run, f"{page.name}: {set(names) - run} is run by no test"
-        for name in names:
-            ast.parse(example(name))
 
 
 def anchors(page: Path) -> set[str]:
@@ -169,7 +176,7 @@ def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path, 
     assert [e["step"] for e in evaluations] == ([0, 1] if cfg.eval_every > 0 else [])
 
     page = text_of("reference.md")
-    assert set(line) | {"eval"} == defined_metrics()
+    assert set(line) | {"eval"} == METRICS
     assert {path.name for path in run.iterdir()} <= set(re.findall(r"[\w.]+", page))
     written = [scores for e in evaluations for scores in e["eval"].values()]
     files = [run / "samples.jsonl", *run.glob("evaluations/*.jsonl")]
@@ -179,17 +186,8 @@ def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path, 
     assert all(f"`{name}`" in page for name in names)
 
 
-def defined_metrics() -> set[str]:
-    table = text_of("reference.md").partition("## Metrics")[2].partition("1. Methods without")[0]
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-
-
 def test_the_first_hour_has_every_metric():
-    table = text_of("training.md").partition("## The first hour")[2].partition("### ")[0]
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert named == defined_metrics() - {"step", "eval"}
+    assert metrics_of("training.md", "## The first hour", "### ") == METRICS - {"step", "eval"}
 
 
 def test_any_data_set_becomes_a_file(tmp_path, monkeypatch):
