@@ -14,6 +14,7 @@ from helpers import ROOT, TINY, example, read_rows, write_rows
 
 import eval as evaluation
 import stapo
+from reward import load_reward
 from support.data import load_problems
 from support.run import parse_flags
 
@@ -184,6 +185,53 @@ def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path, 
     config = json.loads((run / "config.json").read_text())
     names = set().union(*written) | config.keys() - vars(stapo.Config()).keys()
     assert all(f"`{name}`" in page for name in names)
+
+
+def reward_of(response: str, answer: str) -> float:
+    """By the reward of the recipe for a CPU."""
+    reward = load_reward(f"{ROOT}/scripts/rewards.py:one_sentence")
+    return reward(response, {"row": {"problem": "?", "answer": answer}})
+
+
+RIGHT = """
+Ankara | Ankara is the capital of Turkey.
+Ankara |  It is "ankara."
+Ankara | The capital is Ankara, a city in the center of Turkey.
+28 | 7 times 4 is 28.
+Port-au-Prince | The capital of Haiti is Port-au-Prince."""
+
+# No end; a question; a part of a word; lists of guesses; two sentences; too many words; a pattern.
+WRONG = """
+Ankara | The capital of Turkey is Ankara
+Ankara | Is it Ankara?
+Ankara | The capital of Turkey is Ankaran.
+28 | 7 times 4 is 128.
+28 | It is -28.
+Ankara | Istanbul or Ankara.
+Ankara | Istanbul, Ankara.
+Ankara | What is the capital? It is Ankara.
+Ankara | It is Ankara. It is Ankara.
+Ankara | Istanbul Izmir Bursa Adana Konya Antalya Mersin Edirne Rize Sinop Van Mardin Ankara.
+a.c | It is abc."""
+
+
+def test_one_sentence_with_the_answer_is_right_and_no_other_text():
+    for table, value in ((RIGHT, 1), (WRONG, -1)):
+        for line in table.split("\n")[1:]:
+            answer, response = line.split(" | ")
+            assert reward_of(response, answer) == reward_of(response + "\n", answer) == value, line
+
+
+def test_the_questions_of_the_recipe_for_a_cpu():
+    """No held-out question is trained on, and the question does not contain its answer."""
+    train, test = (read_rows(file) for file in (ROOT / "recipes").glob("*.jsonl"))
+    rows = train + test
+    assert len({row["problem"].lower() for row in rows}) == len(rows)
+    assert len(train) >= 100 and len(test) >= 100
+    for row in rows:
+        question, answer = row["problem"], row["answer"]
+        assert reward_of(f"The answer is {answer}.", answer) == 1, row
+        assert reward_of(f"{question.rstrip('?')}.", answer) == -1, row  # an echo
 
 
 def test_the_first_hour_has_every_metric():

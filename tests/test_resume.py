@@ -176,22 +176,15 @@ def test_a_weight_decay_beside_resume_wins_over_the_optimisers(finished, tmp_pat
     assert weights(tmp_path / "0.1") != weights(tmp_path / "100")
 
 
-@pytest.mark.parametrize(
-    "given, names",
-    [
-        ("--data {folder}/other.jsonl", "--data {folder}/other.jsonl: not the problems"),
-        ("--reward scripts/rewards.py:dapo", "--reward scripts/rewards.py:dapo: not the problems"),
-        ("--max_prompt_tokens 13", "--max_prompt_tokens 13: not the problems"),
-        ("--instruction 1", "--instruction 1: not the problems"),
-    ],
-)
-def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys, given, names):
+def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys):
     text = (TINY / "test.jsonl").read_text().replace('"answer": "', '"answer": "1', 1)
     (tmp_path / "other.jsonl").write_text(text)
     before = {file: file.read_bytes() for file in finished.glob("*.json*")}
-    message = refused(capsys, f"--resume {finished} --steps 3 {given.format(folder=tmp_path)}")
-    assert f"stapo.py: {names.format(folder=tmp_path)}" in message
-    assert before == {file: file.read_bytes() for file in finished.glob("*.json*")}
+    others = f"--data {tmp_path}/other.jsonl", "--reward scripts/rewards.py:dapo"
+    for given in (*others, "--max_prompt_tokens 13", "--instruction 1"):
+        message = refused(capsys, f"--resume {finished} --steps 3 {given}")
+        assert f"stapo.py: {given}: not the problems" in message
+        assert before == {file: file.read_bytes() for file in finished.glob("*.json*")}
 
 
 def test_the_model_and_the_data_may_move(finished, tmp_path):

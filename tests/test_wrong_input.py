@@ -37,7 +37,6 @@ TRAINING = r"""
 --resume {}/run/checkpoints/step_000001 | give its run, {}/run$
 --resume {}/run | run: holds no checkpoint; start anew in another --output
 --output {}/run | --output {}/run: holds checkpoints; continue a run with --resume
---output {}/model | --output {}/model: holds
 @{}/nowhere | No such file
 """
 
@@ -54,6 +53,7 @@ def folder(tmp_path_factory):
     shutil.copytree(TINY, folder / "model")
     shutil.copytree(TINY, folder / "shell", ignore=lambda *_: ["model.safetensors"])
     run(folder / "run", "--steps 1")
+    shutil.copytree(folder / "run" / "checkpoints", folder / "trained" / "checkpoints")
     shutil.rmtree(folder / "run" / "checkpoints" / "step_000001")
     return folder
 
@@ -79,7 +79,7 @@ EVALUATION = r"""
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --model {}/nobody | nobody: no model there
---model {}/trained | trained: is a run; give a checkpoint, such as .*/step_000002
+--model {}/trained | trained: is a run; give a checkpoint, such as .*/step_000001
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 --samples -1 | --samples -1: must be at least 0
@@ -88,8 +88,6 @@ EVALUATION = r"""
 
 @pytest.mark.parametrize("row", EVALUATION.strip().splitlines())
 def test_eval_py(folder, tmp_path, monkeypatch, row):
-    for step in (1, 2):
-        (folder / f"trained/checkpoints/step_00000{step}").mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(evaluation.rollout, "sample", None)  # it is found before sampling
     flags, message = row.replace("{}", str(folder)).split(" | ")
     before = contents(folder)
