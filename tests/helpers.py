@@ -141,20 +141,8 @@ def example(name: str) -> str:
 
 def make_random_model(vocab_size: int = 104, tied: bool = True, spread: float = 0.02):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=tied,
-        initializer_range=spread,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    own = {"vocab_size": vocab_size, "tie_word_embeddings": tied, "initializer_range": spread}
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | own, head_dim=16)).eval()
 
 
 def read_csv(path: Path) -> list[dict]:
