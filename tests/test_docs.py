@@ -5,14 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import costs
 import pytest
 from helpers import ROOT, TINY, example, read_rows, write_rows
 
-import eval as evaluation
 import stapo
 from reward import load_reward
 from support.data import load_problems
@@ -77,14 +75,11 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", [README, *PAGES, *RECIPES], ids=lambda page: page.name)
 def test_flags_exist(page):
-    known = {field.name for field in fields(stapo.Config) + fields(evaluation.EvalConfig)}
     mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text()))
-    programs = [*ROOT.glob("scripts/*.py"), *ROOT.glob("experiments/*.py")]
-    scripts = "".join(file.read_text() for file in programs)
+    files = [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("experiments/*.py")]
+    programs = "".join(file.read_text() for file in files)
     added = r'add_argument\("--([\w-]+)"|^    (\w+): .* = (?:flag|field)\('
-    found = re.findall(added, scripts, re.MULTILINE)
-    known |= {name for pair in found for name in pair}
-    assert mentioned <= known | OTHER_FLAGS
+    assert mentioned <= OTHER_FLAGS.union(*re.findall(added, programs, re.MULTILINE))
 
 
 def test_the_functions_of_the_readme_exist():

@@ -4,7 +4,6 @@ import os
 import re
 from collections import Counter
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,13 +34,6 @@ def collected(monkeypatch):
 
     monkeypatch.setattr(stapo, "collect", spy)
     return found
-
-
-def quadrants(out: Path) -> dict[tuple[bool, bool], list[str]]:
-    """(p is low, H is low) -> the cells of that line in quadrants.md."""
-    lines = (out / "quadrants.md").read_text()
-    rows = re.findall(r"\| (low|high) p, (low|high) H.*? \| (.*) \|", lines)
-    return {(p == "low", h == "low"): cells.split(" | ") for p, h, cells in rows}
 
 
 def plain_tokens(model, tokenizer, batch, tau_p: float, over: str) -> list[dict]:
@@ -116,9 +108,11 @@ def test_everything_equals_a_plain_second_computation(
     assert f"{said}\n" in printed
     assert f"step 1: reward {float(batch.rewards.mean()):.4g}, accuracy " in printed
     table = (tmp_path / "quadrants.md").read_text()
-    assert table in printed and len(quadrants(tmp_path)) == 4
-    for low, row in quadrants(tmp_path).items():
-        own = [r for r in truth if r["low"] == low]
+    rows = re.findall(r"\| (low|high) p, (low|high) H.*? \| (.*) \|", table)
+    assert table in printed and len(rows) == 4
+    for p, h, cells in rows:
+        row = cells.split(" | ")
+        own = [r for r in truth if r["low"] == (p == "low", h == "low")]
         assert int(row[0]) == len(own) > 0
         shares = [100 * len(own) / total for total in (len(truth), every)]
         assert [float(share.strip("%")) for share in row[1:3]] == pytest.approx(shares, rel=0.005)
