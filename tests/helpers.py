@@ -93,11 +93,11 @@ def run(output: Path, extra: str = "") -> list[dict]:
     return read_rows(output / "metrics.jsonl")
 
 
-def refused(capsys, argv: str) -> str:
-    """What stapo.py says where it ends with an exit status that is not 0."""
+def refused(capsys, argv: str, main=stapo.main) -> str:
+    """What a program says where it ends with an exit status that is not 0."""
     os.chdir(ROOT)
     with pytest.raises(SystemExit) as stop:
-        stapo.main(argv.split())
+        main(argv.split())
     assert stop.value.code not in (0, None)
     return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
 

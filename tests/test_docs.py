@@ -167,8 +167,7 @@ def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path, 
     lines = read_rows(run / "metrics.jsonl")
     (line,) = [line for line in lines if "eval" not in line]
     evaluations = [line for line in lines if "eval" in line]
-    assert line["step"] == 1 and line["tokens"] > 0 and line["skipped_updates"] == 0
-    assert (run / "checkpoints" / "step_000001" / "model.safetensors").exists()
+    assert line["tokens"] > 0 and line["skipped_updates"] == 0
     assert [e["step"] for e in evaluations] == ([0, 1] if cfg.eval_every > 0 else [])
 
     page = text_of("reference.md")

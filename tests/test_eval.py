@@ -45,15 +45,10 @@ def write_problems(path: Path, count: int, gold: str = "7") -> str:
     return write_rows(path, *({"problem": f"problem {i}", "answer": gold} for i in range(count)))
 
 
-def evaluate(output: Path, *flags: object) -> None:
-    """main() with these flags, on every rank; rank 0 may write its last files after others end."""
+def run(output: Path, *flags: object) -> dict:
+    """main() with these flags -> {decoding: {benchmark: scores}} of scores.json."""
     own = ["--model", TINY, "--max_new_tokens", 500, "--output", output, *flags]
     evaluation.main([*map(str, own)])
-
-
-def run(output: Path, *flags: object) -> dict:
-    """The same in one process -> {decoding: {benchmark: scores}} of scores.json."""
-    evaluate(output, *flags)
     return json.loads((output / "scores.json").read_text())["scores"]
 
 
@@ -152,7 +147,8 @@ def scripted_rank(output: Path, flags: list, killed_at: int) -> None:
 
     rank = os.environ.get("RANK", "0")
     fake = Scripted(pytest.MonkeyPatch(), script)
-    evaluate(output, *flags)
+    own = f"--model {TINY} --max_new_tokens 500 --output {output}"
+    evaluation.main([*own.split(), *flags])  # rank 0 may write its last files after others end
     output.with_name(f"asked-{rank}").write_text(str(len(fake.asked)))
 
 

@@ -28,9 +28,7 @@ def letters(response, row):
         exec(text)
     return len(response) % row["scale"]
 """
-STOP = (
-    "for each in 'TERM', 'TERM', 'INT', 'HUP': os.kill(os.getpid(), signal.Signals['SIG' + each])"
-)
+STOP = "for each in 15, 15, 2, 1: os.kill(os.getpid(), each)"  # SIGTERM twice, SIGINT, SIGHUP
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 

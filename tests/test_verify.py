@@ -54,8 +54,7 @@ def test_the_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch
     )
     table = (out / "table.md").read_text()
     assert "| training | rule | 20.00 | 20.00 |" in table
-    judge = tmp_path / "J"
-    shutil.copytree(TINY, judge)
+    judge = shutil.copytree(TINY, tmp_path / "J")
     template = "{{ messages[0].content }}{{ 'no thinking' if enable_thinking is false }}"
     (judge / "chat_template.jinja").write_text(template)
     for _ in range(2):  # again: the rule's own verdicts are still there

@@ -87,15 +87,13 @@ EVALUATION = r"""
 
 
 @pytest.mark.parametrize("row", EVALUATION.strip().splitlines())
-def test_eval_py(folder, tmp_path, monkeypatch, row):
+def test_eval_py(folder, tmp_path, capsys, monkeypatch, row):
     monkeypatch.setattr(evaluation.rollout, "sample", None)  # it is found before sampling
     flags, message = row.replace("{}", str(folder)).split(" | ")
     before = contents(folder)
-    own = f"--model {TINY} --max_new_tokens 500 --output {tmp_path}/out "
-    own += f"--benchmarks {folder}/good.jsonl {flags}"
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(own.split())
-    line = str(stop.value)
+    own = f"--model {TINY} --max_new_tokens 500 --output {tmp_path}/out"
+    own += f" --benchmarks {folder}/good.jsonl {flags}"
+    line = refused(capsys, own, evaluation.main)
     assert re.search(message, line), line
     assert line.startswith("eval.py: ") and "\n" not in line
     assert contents(folder) == before
