@@ -120,19 +120,17 @@ time.sleep(1)
 os.kill(child, signal.SIGTERM)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
 """
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    before = [signal.getsignal(number) for number in numbers]
-    mine = [signal.default_int_handler, lambda *_: None, signal.SIG_IGN]
+    mine = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: None}
+    mine[signal.SIGHUP] = signal.SIG_IGN
+    before = {number: signal.signal(number, handler) for number, handler in mine.items()}
     try:
-        for number, handler in zip(numbers, mine):
-            signal.signal(number, handler)
         run(tmp_path / "run", flags(tmp_path, 3, reward) + " --steps 2 --eval_every 0")
-        assert [signal.getsignal(number) for number in numbers] == mine
+        assert {number: signal.getsignal(number) for number in mine} == mine
         with pytest.raises(SystemExit, match="^130$"):
             run(tmp_path / "stopped", flags(tmp_path, 3, STOP) + " --eval_every 0")
-        assert [signal.getsignal(number) for number in numbers] == mine
+        assert {number: signal.getsignal(number) for number in mine} == mine
     finally:
-        for number, handler in zip(numbers, before):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
