@@ -198,4 +198,6 @@ def test_a_run_that_was_stopped_is_continued(tmp_path):
     assert steps[:1] == first and [step["step"] for step in steps] == [1, 2, 3]
     both = {"held out at T = 1", "held out at T = 0.7"}
     assert runs.held_out(tmp_path / "a-row-3").keys() == both
+    evaluated = json.loads((tmp_path / "a-row-3" / "held-out" / "scores.json").read_text())
+    assert evaluated["flags"]["model"].endswith("step_000003")
     assert not (tmp_path / "a-row-3" / "checkpoints").exists()
