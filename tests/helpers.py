@@ -1,10 +1,9 @@
-"""What several test files share: runs of stapo.py, their records, mini-batches, models, pages."""
+"""What several test files share: runs of stapo.py, their records, mini-batches, models."""
 
 import csv
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -94,11 +93,11 @@ def run(output: Path, extra: str = "") -> list[dict]:
     return read_rows(output / "metrics.jsonl")
 
 
-def refused(capsys, argv: str) -> str:
-    """What stapo.py says where it ends with an exit status that is not 0."""
+def refused(capsys, argv: str, main=stapo.main) -> str:
+    """What a program says where it ends with an exit status that is not 0."""
     os.chdir(ROOT)
     with pytest.raises(SystemExit) as stop:
-        stapo.main(argv.split())
+        main(argv.split())
     assert stop.value.code not in (0, None)
     return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
 
@@ -142,20 +141,8 @@ def example(name: str) -> str:
 
 def make_random_model(vocab_size: int = 104, tied: bool = True, spread: float = 0.02):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=tied,
-        initializer_range=spread,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    own = {"vocab_size": vocab_size, "tie_word_embeddings": tied, "initializer_range": spread}
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | own, head_dim=16)).eval()
 
 
 def read_csv(path: Path) -> list[dict]:
@@ -170,33 +157,6 @@ def check_png(path: Path, colour: str) -> None:
     assert image.shape[0] > 300 and image.shape[1] > 600
     wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     assert (abs(image - wanted).max(axis=-1) <= 2).sum() > 100, f"{path.name}: no {colour}"
-
-
-class Page(HTMLParser):
-    """The tokens of each response with their attributes, and every tag and attribute of a page."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.tags, self.attributes, self.responses, self.token = [], [], [], None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        self.tags.append(tag)
-        self.attributes += attributes
-        if attributes.get("class") == "tokens":
-            self.responses.append([])
-        if "data-about" in attributes:
-            self.token = attributes | {"tag": tag, "text": ""}
-            self.responses[-1].append(self.token)
-
-    def handle_endtag(self, tag):
-        if tag in ("span", "del", "b", "i"):
-            self.token = None
-
-    def handle_data(self, data):
-        if self.token:
-            self.token["text"] += data
 
 
 def fused_norms(model) -> int:

@@ -22,25 +22,17 @@ GUARD = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  c10::Device gpu() const { return {c10::DeviceType::CUDA, 0}; }
-  c10::Stream stream() const { return c10::Stream(c10::Stream::DEFAULT, gpu()); }
-  c10::Device getDevice() const override { return gpu(); }
-  c10::Device exchangeDevice(c10::Device) const override { return gpu(); }
-  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
 };
 static Guard guard;
 static c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, &guard);
 namespace at {
 struct CUDAHooks : CUDAHooksInterface {
   CUDAHooks(CUDAHooksArgs) {}
-  void init() const override {}
-  int getNumGPUs() const override { return 1; }
-  bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex current_device() const override { return 0; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }
@@ -152,8 +144,6 @@ def dispatch(func, types, args, kwargs, mode=None):
     if device is not None:
         plain["device"] = "cpu"
     out = CUDA_ONLY.get(func, func)(*plain_args, **plain)
-    if func is aten._to_copy.default and id(out) in gpu:
-        out = out.clone()  # a move makes a copy
     from_gpu = bool(gpu) if device is None else device == "cuda"
     if func is aten._local_scalar_dense.default or not (from_gpu or func is aten.copy_.default):
         return out
@@ -166,26 +156,20 @@ def dispatch(func, types, args, kwargs, mode=None):
 class Stream:
     """A stream, or an event: everything is done when it is asked for."""
 
-    device, cuda_stream, stream_id, priority = GPU, 0, 0, 0
-
     def __init__(self, *_, **__):
         pass
 
     def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
         return lambda *_, **__: self
 
 
 def install() -> None:
     """From here on torch.cuda finds one GPU."""
-    answers = {"is_available": True, "device_count": 1, "current_device": 0, "memory_reserved": 0}
-    answers |= {"memory_allocated": 0, "max_memory_allocated": 0, "manual_seed": None}
-    answers |= {"mem_get_info": (60 * 10**9, 80 * 10**9), "_is_in_bad_fork": False}
+    answers = {"is_available": True, "device_count": 1, "current_device": 0, "_lazy_init": None}
+    answers |= {"mem_get_info": (60 * 10**9, 80 * 10**9), "max_memory_allocated": 0}
     answers |= {"get_device_name": "pretended", "get_device_capability": (9, 0)}
-    answers |= {"current_stream": Stream(), "default_stream": Stream(), "_lazy_init": None}
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        answers[name] = None
+    answers |= {"current_stream": Stream(), "set_device": None, "synchronize": None}
+    answers |= {"empty_cache": None, "reset_peak_memory_stats": None}
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.ExternalStream = Stream

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import sys
-import types
+from unittest.mock import Mock
 
 import pytest
 from helpers import TINY, lines, read_rows, run, weights
@@ -83,12 +83,10 @@ def test_characters_that_the_terminal_does_not_have_are_replaced(tmp_path, monke
     assert read_rows(tmp_path / "run" / "samples.jsonl")[0]["response"] == "\u4e2d\u6587"
 
 
-@pytest.mark.parametrize(
-    "gap, z, warned", [(0.01, -9, 1), (-0.01, 9, 1), (0.01, 3, 0), (0.001, 9, 0)]
-)
-def test_the_sampler_is_suspect_where_gap_and_z_are_large(gap, z, warned, capsys):
-    progress.check_sampler({"step": 1, "sampling_gap": gap, "sampling_z": z})
-    assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
+def test_the_sampler_is_suspect_where_gap_and_z_are_large(capsys):
+    for gap, z, warned in ((0.01, -9, 1), (-0.01, 9, 1), (0.01, 3, 0), (0.001, 9, 0)):
+        progress.check_sampler({"step": 1, "sampling_gap": gap, "sampling_z": z})
+        assert capsys.readouterr().err.count("the sampler does not draw from the policy") == warned
 
 
 def test_a_run_warns_if_its_sampler_is_wrong(tmp_path, monkeypatch, capsys):
@@ -124,33 +122,23 @@ def test_tensorboard_has_each_step_once_also_of_a_resumed_run(tmp_path):
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_trackers_go_on_under_the_name_of_the_run(tmp_path, monkeypatch, kind):
-    calls = []
-
-    class Run:
-        def log(self, numbers, step):
-            calls.append((step, numbers))
-
-        def finish(self):
-            calls.append("finish")
-
-    def init(**options):
-        calls.append(options)
-        return Run()
-
-    monkeypatch.setitem(sys.modules, kind, types.SimpleNamespace(init=init, __spec__="any"))
+    tracker = Mock(__spec__="any")
+    monkeypatch.setitem(sys.modules, kind, tracker)
     run(tmp_path / "run", f"--steps 1 --report_to {kind}")
     stapo.main(f"--resume {tmp_path}/run --steps 2".split())
-    first, one, _, second, two, end = calls
     own = json.loads((tmp_path / "run" / "config.json").read_text())
     expected = {"project": "stapo", "name": own["id"], "resume": "allow"}
     expected |= {"id": own["id"]} if kind == "wandb" else {}
-    for options, steps in ((first, 1), (second, 2)):
-        assert options.pop("config")["steps"] == steps and options == expected
-    assert own["id"].startswith("run-") and end == "finish"
-    assert [one[0], two[0]] == [1, 2]
-    for (_, numbers), line in zip((one, two), lines(tmp_path / "run"), strict=True):
+    for steps, call in enumerate(tracker.init.call_args_list, start=1):
+        assert call.kwargs.pop("config")["steps"] == steps and call.kwargs == expected
+    assert own["id"].startswith("run-")
+    sent = tracker.init.return_value
+    assert tracker.init.call_count == sent.finish.call_count == 2
+    for call, line in zip(sent.log.call_args_list, lines(tmp_path / "run"), strict=True):
+        (numbers,) = call.args
         known = {name: value for name, value in line.items() if value is not None}
         assert numbers | known == numbers and None not in numbers.values()
+        assert call.kwargs == {"step": line["step"]}
 
 
 def test_a_package_that_is_not_installed(tmp_path, monkeypatch):

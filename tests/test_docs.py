@@ -1,20 +1,18 @@
 """Pages and recipes: what they name exists, what they define is written, what they show runs."""
 
-import ast
 import json
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import costs
 import pytest
 from helpers import ROOT, TINY, example, read_rows, write_rows
 
-import eval as evaluation
 import stapo
+from reward import load_reward
 from support.data import load_problems
 from support.run import parse_flags
 
@@ -35,6 +33,16 @@ def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text()
 
 
+def metrics_of(page: str, heading: str, end: str) -> set[str]:
+    """The names in the first column of a page's table."""
+    table = text_of(page).partition(heading)[2].partition(end)[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+METRICS = metrics_of("reference.md", "## Metrics", "1. Methods without")
+
+
 # ------------------------------------------------------------------------------------------ pages
 
 
@@ -47,8 +55,6 @@ def test_every_python_block_is_an_example_that_a_test_runs():
         names = re.findall(r"<!-- example: ([a-z-]+) -->\n```python\n", text)
         assert len(names) == blocks, f"{page.name}: a block without a name"
         assert set(names) <= run, f"{page.name}: {set(names) - run} is run by no test"
-        for name in names:
-            ast.parse(example(name))
 
 
 def anchors(page: Path) -> set[str]:
@@ -70,14 +76,11 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", [README, *PAGES, *RECIPES], ids=lambda page: page.name)
 def test_flags_exist(page):
-    known = {field.name for field in fields(stapo.Config) + fields(evaluation.EvalConfig)}
     mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text()))
-    programs = [*ROOT.glob("scripts/*.py"), *ROOT.glob("experiments/*.py")]
-    scripts = "".join(file.read_text() for file in programs)
+    files = [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("experiments/*.py")]
+    programs = "".join(file.read_text() for file in files)
     added = r'add_argument\("--([\w-]+)"|^    (\w+): .* = (?:flag|field)\('
-    found = re.findall(added, scripts, re.MULTILINE)
-    known |= {name for pair in found for name in pair}
-    assert mentioned <= known | OTHER_FLAGS
+    assert mentioned <= OTHER_FLAGS.union(*re.findall(added, programs, re.MULTILINE))
 
 
 def test_the_functions_of_the_readme_exist():
@@ -165,12 +168,11 @@ def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path, 
     lines = read_rows(run / "metrics.jsonl")
     (line,) = [line for line in lines if "eval" not in line]
     evaluations = [line for line in lines if "eval" in line]
-    assert line["step"] == 1 and line["tokens"] > 0 and line["skipped_updates"] == 0
-    assert (run / "checkpoints" / "step_000001" / "model.safetensors").exists()
+    assert line["tokens"] > 0 and line["skipped_updates"] == 0
     assert [e["step"] for e in evaluations] == ([0, 1] if cfg.eval_every > 0 else [])
 
     page = text_of("reference.md")
-    assert set(line) | {"eval"} == defined_metrics()
+    assert set(line) | {"eval"} == METRICS
     assert {path.name for path in run.iterdir()} <= set(re.findall(r"[\w.]+", page))
     written = [scores for e in evaluations for scores in e["eval"].values()]
     files = [run / "samples.jsonl", *run.glob("evaluations/*.jsonl")]
@@ -180,17 +182,55 @@ def test_a_recipe_runs_and_the_reference_defines_what_it_writes(path, tmp_path, 
     assert all(f"`{name}`" in page for name in names)
 
 
-def defined_metrics() -> set[str]:
-    table = text_of("reference.md").partition("## Metrics")[2].partition("1. Methods without")[0]
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+def reward_of(response: str, answer: str) -> float:
+    """By the reward of the recipe for a CPU."""
+    reward = load_reward(f"{ROOT}/scripts/rewards.py:one_sentence")
+    return reward(response, {"row": {"problem": "?", "answer": answer}})
+
+
+RIGHT = """
+Ankara | Ankara is the capital of Turkey.
+Ankara |  It is "ankara."
+Ankara | The capital is Ankara, a city in the center of Turkey.
+28 | 7 times 4 is 28.
+Port-au-Prince | The capital of Haiti is Port-au-Prince."""
+
+# No end; a question; a part of a word; lists of guesses; two sentences; too many words; a pattern.
+WRONG = """
+Ankara | The capital of Turkey is Ankara
+Ankara | Is it Ankara?
+Ankara | The capital of Turkey is Ankaran.
+28 | 7 times 4 is 128.
+28 | It is -28.
+Ankara | Istanbul or Ankara.
+Ankara | Istanbul, Ankara.
+Ankara | What is the capital? It is Ankara.
+Ankara | It is Ankara. It is Ankara.
+Ankara | Istanbul Izmir Bursa Adana Konya Antalya Mersin Edirne Rize Sinop Van Mardin Ankara.
+a.c | It is abc."""
+
+
+def test_one_sentence_with_the_answer_is_right_and_no_other_text():
+    for table, value in ((RIGHT, 1), (WRONG, -1)):
+        for line in table.split("\n")[1:]:
+            answer, response = line.split(" | ")
+            assert reward_of(response, answer) == reward_of(response + "\n", answer) == value, line
+
+
+def test_the_questions_of_the_recipe_for_a_cpu():
+    """No held-out question is trained on, and the question does not contain its answer."""
+    train, test = (read_rows(file) for file in (ROOT / "recipes").glob("*.jsonl"))
+    rows = train + test
+    assert len({row["problem"].lower() for row in rows}) == len(rows)
+    assert len(train) >= 100 and len(test) >= 100
+    for row in rows:
+        question, answer = row["problem"], row["answer"]
+        assert reward_of(f"The answer is {answer}.", answer) == 1, row
+        assert reward_of(f"{question.rstrip('?')}.", answer) == -1, row  # an echo
 
 
 def test_the_first_hour_has_every_metric():
-    table = text_of("training.md").partition("## The first hour")[2].partition("### ")[0]
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert named == defined_metrics() - {"step", "eval"}
+    assert metrics_of("training.md", "## The first hour", "### ") == METRICS - {"step", "eval"}
 
 
 def test_any_data_set_becomes_a_file(tmp_path, monkeypatch):

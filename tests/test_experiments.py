@@ -15,7 +15,7 @@ import pytest
 import real_model
 import replicate
 import runs
-from helpers import ROOT, TINY, example, read_rows
+from helpers import ROOT, TINY, example, read_rows, run
 
 import stapo
 from reward import load_reward
@@ -94,11 +94,11 @@ def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
 def test_every_planned_run_is_one_of_stapo(part, monkeypatch):
     monkeypatch.chdir(ROOT)
     plan = part.runs
-    assert len({run.folder(Path("runs")) for run in plan}) == len(plan)
-    flags = {(run.row, run.flags.replace("{base}", "tests/tiny")) for run in plan}
-    assert len(flags) == len({run.row for run in plan})  # a row differs in its seeds alone
-    for _, each in flags:
-        cfg = parse_flags(stapo.Config, "", each.split())
+    assert len({each.folder(Path("runs")) for each in plan}) == len(plan)
+    flags = {(each.row, each.flags.replace("{base}", "tests/tiny")) for each in plan}
+    assert len(flags) == len({each.row for each in plan})  # a row differs in its seeds alone
+    for _, words in flags:
+        cfg = parse_flags(stapo.Config, "", words.split())
         stapo.check_flags(cfg)
         load_reward(cfg.reward)
 
@@ -111,8 +111,8 @@ def test_seeds_replace_those_of_each_row(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["drift.py", *flags.split()])
     runs.main("", drift.measure, [], drift.PARTS)
     rows = [(row, seed) for row in sorted(drift.CRITERION) for seed in (30, 31)]
-    assert sorted((run.row, run.seed) for run in made) == rows
-    assert all(run.whole_base().endswith(f"--seed {run.seed}") for run in made)
+    assert sorted((each.row, each.seed) for each in made) == rows
+    assert all(each.whole_base().endswith(f"--seed {each.seed}") for each in made)
 
 
 def test_rewards_by_chance_pay_as_often_as_they_say():
@@ -190,16 +190,15 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
 
 def test_a_run_that_was_stopped_is_continued(tmp_path):
     """Its first step is not made again, and its checkpoints go once it is evaluated."""
-    flags = f"""@tests/tiny/args --steps 1 --batch_size 2 --mini_batch_size 2 --max_new_tokens 9
-        --seed 3 --output {tmp_path}/a-row-3.partial"""
-    runs.call(["stapo.py", *flags.split()])
+    first = run(tmp_path / "a-row-3.partial", "--steps 1 --seed 3")
     config = tmp_path / "a-row-3.partial" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"steps": 3}))
-    first = read_rows(config.with_name("metrics.jsonl"))
     held_out = "--benchmarks tests/tiny/test.jsonl --samples 1 --limit 2"
     runs.make_all([runs.Run("a row", 3, "--no-such-flag", "", held_out)], tmp_path, 1, "")
     steps = runs.read_metrics(tmp_path / "a-row-3")
     assert steps[:1] == first and [step["step"] for step in steps] == [1, 2, 3]
     both = {"held out at T = 1", "held out at T = 0.7"}
     assert runs.held_out(tmp_path / "a-row-3").keys() == both
+    evaluated = json.loads((tmp_path / "a-row-3" / "held-out" / "scores.json").read_text())
+    assert evaluated["flags"]["model"].endswith("step_000003")
     assert not (tmp_path / "a-row-3" / "checkpoints").exists()

@@ -14,19 +14,12 @@ from support import InputError
 from support.models import check_head, fuse_norms
 from support.run import add_old_rope
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
-
 
 def test_a_checkpoint_has_the_rotary_positions_that_transformers_4_reads(tmp_path):
     """The base at the top level, and a scaling beside it. Version 5 reads the same model."""
-    config = transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3)
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    config = transformers.LlamaConfig(**SHAPE, rope_parameters=rope)
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     add_old_rope(tmp_path / "config.json")

@@ -27,8 +27,8 @@ for name in ("empty_cache", "mem_get_info"):
         calls.append(name)
         return real()
     setattr(torch.cuda, name, spy)
-for line in FLAGS.strip().splitlines():
-    program, *flags = line.split()
+for command in FLAGS.split(";"):
+    program, *flags = command.split()
     {"stapo": stapo, "eval": eval, "tokens": tokens}[program].main(flags)
 assert eval.load("tests/tiny")[0].dtype == torch.bfloat16
 assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
@@ -37,8 +37,6 @@ assert not torch.backends.cuda.cudnn_sdp_enabled()
 asked = calls.count("mem_get_info") - FLAGS.count("stapo ")
 assert calls.count("empty_cache") >= 2 * asked > 0
 """
-TINY = """--data tests/tiny/test.jsonl --instruction= --batch_size 2 --mini_batch_size 1
-    --group_size 2 --max_new_tokens 9 --rollout_batch_size 6 --lr 1e-4"""
 
 
 def run(flags: str, folder: Path) -> None:
@@ -55,21 +53,19 @@ def run(flags: str, folder: Path) -> None:
 def test_everything_runs_on_a_gpu(tmp_path):
     """A run that is resumed, looked at, and evaluated. Responses to a prompt share its prefill."""
     own = "def letters(response, row):\n    return sum(map(ord, response))\n"
-    (tmp_path / "own.py").write_text(own)
-    common = " ".join(f"{TINY} --reward {tmp_path}/own.py:letters".split())  # groups that differ
+    (tmp_path / "own.py").write_text(own)  # groups that differ
     output = tmp_path / "run"
-    train = f"stapo {common} --model tests/tiny --save_every 1 --output {output}"
-    train += " --eval_every 2 --eval_benchmarks tests/tiny/test.jsonl --eval_limit 1"
-    train += " --eval_samples 2"
-    few = "--limit 1 --samples 2 --reward= --max_new_tokens 6"
-    lines = [
-        f"{train} --steps 1",
-        f"stapo --steps 2 --resume {output}",
-        f"tokens {output} --output {tmp_path}/tokens",
-        f"eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl {few} "
-        f"--output {tmp_path}/eval",
-    ]
-    run("\n".join(lines), tmp_path)
+    run(
+        f"""stapo --model tests/tiny --data tests/tiny/test.jsonl --instruction= --steps 1
+        --batch_size 2 --mini_batch_size 1 --group_size 2 --max_new_tokens 9 --rollout_batch_size 6
+        --lr 1e-4 --reward {tmp_path}/own.py:letters --save_every 1 --eval_every 2 --eval_limit 1
+        --eval_benchmarks tests/tiny/test.jsonl --eval_samples 2 --output {output};
+        stapo --steps 2 --resume {output};
+        tokens {output} --output {tmp_path}/tokens;
+        eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl --limit 1
+        --samples 2 --reward= --max_new_tokens 6 --output {tmp_path}/eval""",
+        tmp_path,
+    )
     assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
     lines = read_rows(output / "metrics.jsonl")
     found = [(line["step"], "eval" in line) for line in lines]

@@ -28,9 +28,7 @@ def letters(response, row):
         exec(text)
     return len(response) % row["scale"]
 """
-STOP = (
-    "for each in 'TERM', 'TERM', 'INT', 'HUP': os.kill(os.getpid(), signal.Signals['SIG' + each])"
-)
+STOP = "for each in 15, 15, 2, 1: os.kill(os.getpid(), each)"  # SIGTERM twice, SIGINT, SIGHUP
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -123,19 +121,17 @@ time.sleep(1)
 os.kill(child, signal.SIGTERM)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
 """
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    before = [signal.getsignal(number) for number in numbers]
-    mine = [signal.default_int_handler, lambda *_: None, signal.SIG_IGN]
+    mine = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: None}
+    mine[signal.SIGHUP] = signal.SIG_IGN
+    before = {number: signal.signal(number, handler) for number, handler in mine.items()}
     try:
-        for number, handler in zip(numbers, mine):
-            signal.signal(number, handler)
         run(tmp_path / "run", flags(tmp_path, 3, reward) + " --steps 2 --eval_every 0")
-        assert [signal.getsignal(number) for number in numbers] == mine
+        assert {number: signal.getsignal(number) for number in mine} == mine
         with pytest.raises(SystemExit, match="^130$"):
             run(tmp_path / "stopped", flags(tmp_path, 3, STOP) + " --eval_every 0")
-        assert [signal.getsignal(number) for number in numbers] == mine
+        assert {number: signal.getsignal(number) for number in mine} == mine
     finally:
-        for number, handler in zip(numbers, before):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -157,9 +153,8 @@ def test_flags_beside_resume_win_and_are_kept_with_their_step(finished, tmp_path
     del config["beta"]
     (output / "config.json").write_text(json.dumps(config))
     stapo.main(f"--resume {output} --steps 3 --tau_p 0.01 --seed 3".split())
-    err = capsys.readouterr().err
-    assert "\nchanged after step 2: tau_p 0.002 -> 0.01, steps 2 -> 3\n" in err
-    assert "step 3 of 3" in err
+    said = "\nchanged after step 2: tau_p 0.002 -> 0.01, steps 2 -> 3\n"
+    assert said in capsys.readouterr().err
     stapo.main(f"--resume {output} --tau_p 0.1 --steps 3".split())
     config = json.loads((output / "config.json").read_text())
     assert config["changes"] == [
@@ -177,23 +172,21 @@ def test_a_weight_decay_beside_resume_wins_over_the_optimisers(finished, tmp_pat
     assert weights(tmp_path / "0.1") != weights(tmp_path / "100")
 
 
-@pytest.mark.parametrize(
-    "given, names",
-    [
-        ("--data {folder}/other.jsonl", "data 'tests/tiny/test.jsonl' -> '{folder}/other.jsonl'"),
-        ("--reward scripts/rewards.py:dapo", "reward '' -> 'scripts/rewards.py:dapo'"),
-        ("--max_prompt_tokens 13", "max_prompt_tokens 20 -> 13"),
-        ("--instruction 1", "instruction '' -> '1'"),
-    ],
-)
-def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys, given, names):
+def test_what_a_run_cannot_change_is_refused_by_name(finished, tmp_path, capsys):
     text = (TINY / "test.jsonl").read_text().replace('"answer": "', '"answer": "1', 1)
     (tmp_path / "other.jsonl").write_text(text)
     before = {file: file.read_bytes() for file in finished.glob("*.json*")}
-    message = refused(capsys, f"--resume {finished} --steps 3 {given.format(folder=tmp_path)}")
-    assert message.startswith(f"stapo.py: --resume {finished}: a run keeps its problems and its ")
-    assert names.format(folder=tmp_path) in message and "data_fingerprint" in message
-    assert before == {file: file.read_bytes() for file in finished.glob("*.json*")}
+    changed = {
+        f"--data {tmp_path}/other.jsonl": f"test.jsonl' -> '{tmp_path}/other.jsonl'",
+        "--reward scripts/rewards.py:dapo": "reward '' -> 'scripts/rewards.py:dapo'",
+        "--max_prompt_tokens 13": "max_prompt_tokens 20 -> 13",
+        "--instruction 1": "instruction '' -> '1'",
+    }
+    for given, name in changed.items():
+        message = refused(capsys, f"--resume {finished} --steps 3 {given}")
+        assert "a run keeps its problems and its chat template" in message
+        assert name in message and "data_fingerprint" in message
+        assert before == {file: file.read_bytes() for file in finished.glob("*.json*")}
 
 
 def test_the_model_and_the_data_may_move(finished, tmp_path):

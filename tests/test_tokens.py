@@ -1,14 +1,13 @@
 """tokens.py on the tiny model, against plain forwards and loops; the page that it writes."""
 
 import os
-import random
 import re
 from collections import Counter
-from pathlib import Path
+from html.parser import HTMLParser
 
 import pytest
 import torch
-from helpers import ROOT, TINY, Page, check_png, run
+from helpers import ROOT, TINY, check_png, run
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -35,13 +34,6 @@ def collected(monkeypatch):
 
     monkeypatch.setattr(stapo, "collect", spy)
     return found
-
-
-def quadrants(out: Path) -> dict[tuple[bool, bool], list[str]]:
-    """(p is low, H is low) -> the cells of that line in quadrants.md."""
-    lines = (out / "quadrants.md").read_text()
-    rows = re.findall(r"\| (low|high) p, (low|high) H.*? \| (.*) \|", lines)
-    return {(p == "low", h == "low"): cells.split(" | ") for p, h, cells in rows}
 
 
 def plain_tokens(model, tokenizer, batch, tau_p: float, over: str) -> list[dict]:
@@ -73,6 +65,32 @@ def plain_tokens(model, tokenizer, batch, tau_p: float, over: str) -> list[dict]
     return found
 
 
+class Page(HTMLParser):
+    """The tokens of each response with their attributes, and every tag and attribute of a page."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.attributes, self.responses, self.token = set(), set(), [], None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.add(tag)
+        self.attributes |= attributes.keys()
+        if attributes.get("class") == "tokens":
+            self.responses.append([])
+        if "data-about" in attributes:
+            self.token = attributes | {"tag": tag, "text": ""}
+            self.responses[-1].append(self.token)
+
+    def handle_endtag(self, tag):
+        self.token = None
+
+    def handle_data(self, data):
+        if self.token:
+            self.token["text"] += data
+
+
 @pytest.mark.parametrize("over", ["candidates", "all"])
 def test_everything_equals_a_plain_second_computation(
     tmp_path, tiny, tokenizer, collected, capsys, over
@@ -90,9 +108,11 @@ def test_everything_equals_a_plain_second_computation(
     assert f"{said}\n" in printed
     assert f"step 1: reward {float(batch.rewards.mean()):.4g}, accuracy " in printed
     table = (tmp_path / "quadrants.md").read_text()
-    assert table in printed and len(quadrants(tmp_path)) == 4
-    for low, row in quadrants(tmp_path).items():
-        own = [r for r in truth if r["low"] == low]
+    rows = re.findall(r"\| (low|high) p, (low|high) H.*? \| (.*) \|", table)
+    assert table in printed and len(rows) == 4
+    for p, h, cells in rows:
+        row = cells.split(" | ")
+        own = [r for r in truth if r["low"] == (p == "low", h == "low")]
         assert int(row[0]) == len(own) > 0
         shares = [100 * len(own) / total for total in (len(truth), every)]
         assert [float(share.strip("%")) for share in row[1:3]] == pytest.approx(shares, rel=0.005)
@@ -183,21 +203,16 @@ HOSTILE += ["</div></article>", "\\frac{1}{2}", "$x^2$", "{style}", "%s", " 所�
 HOSTILE += ["\u202e", "\u200b", "\ud800", "\x00", "\r\n", "\n\n", ".\n", "\n x", "\t", "    ", ""]
 
 
-def make_response() -> dict:
-    """A response of hostile texts whose tokens are in all quadrants."""
-    draw = random.Random(0)
-    p = [10 ** draw.uniform(-6, 0) for _ in HOSTILE]
-    entropy = [draw.uniform(0, 1) for _ in HOSTILE]
-    fields = {"problem": "".join(HOSTILE), "gold": "</h2><script>", "advantage": 1.62, "start": 0}
-    fields |= {"token": HOSTILE, "length": len(HOSTILE), "p": p, "entropy": entropy, "marked": 3}
-    fields |= {"low_p": [x < 0.002 for x in p], "low_h": [h < 0.4 for h in entropy]}
-    fields["silenced"] = [low_p and low_h for low_p, low_h in zip(fields["low_p"], fields["low_h"])]
-    fields["likeliest"] = [[[draw.choice(HOSTILE), 0.5 / k] for k in range(1, 6)] for _ in HOSTILE]
-    return fields | {"threshold": [0.4] * len(HOSTILE)}
-
-
 def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere():
-    response = make_response()
+    """Its tokens are in all quadrants."""
+    count = len(HOSTILE)
+    response = {"problem": "".join(HOSTILE), "gold": "</h2><script>", "advantage": 1.62, "start": 0}
+    response |= {"token": HOSTILE, "length": count, "marked": 3}
+    response |= dict.fromkeys(("p", "entropy", "threshold"), [0.4] * count)
+    response["low_p"] = response["silenced"] = [t % 2 == 0 for t in range(count)]
+    response["low_h"] = [t % 4 < 2 for t in range(count)]
+    likeliest = [(HOSTILE * 2)[t : t + 5] for t in range(count)]
+    response["likeliest"] = [[(word, 0.5) for word in words] for words in likeliest]
     text = responses.page("runs/<b>", "p < τ_p <script>", [response], 0.002)
     text.encode("utf-8")  # what is not a character of its own is spelt out
     found = Page(text)
@@ -209,9 +224,8 @@ def test_hostile_text_stays_text_and_nothing_comes_from_elsewhere():
     assert [token["text"] for token in written] == shown
     for t, token in enumerate(written):
         words = [line.split(maxsplit=1)[1] for line in token["data-about"].split("\n")[-5:]]
-        expected = [shown[HOSTILE.index(word)] for word, _ in response["likeliest"][t]]
-        assert words == [word.replace(" ", "␣") for word in expected]
+        assert words == [word.replace(" ", "␣") for word in (shown * 2)[t : t + 5]]
     own = {"html", "meta", "title", "style", "h1", "h2", "p", "dl", "dt", "dd", "aside"}
-    assert set(found.tags) == own | {"article", "div", "span", "del", "i", "b"}
-    assert set(found.attributes) == {*"lang charset name content class tabindex data-about".split()}
+    assert found.tags == own | {"article", "div", "span", "del", "i", "b"}
+    assert found.attributes == {*"lang charset name content class tabindex data-about".split()}
     assert not re.search(r"https?:|url\(|@import|//[a-z]", text)

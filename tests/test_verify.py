@@ -48,14 +48,11 @@ def test_the_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch
     monkeypatch.setattr(evaluation.rollout, "sample", sample)
     problems = [{"problem": f"problem {i}", "answer": "7"} for i in range(5)]
     file, out = write_rows(tmp_path / "five.jsonl", *problems), tmp_path / "out"
-    evaluation.main(
-        f"--model {TINY} --benchmarks {file} --decoding training --samples 2 "
-        f"--max_new_tokens 500 --output {out}".split()
-    )
+    flags = f"--model {TINY} --benchmarks {file} --decoding training --samples 2"
+    evaluation.main(f"{flags} --max_new_tokens 500 --output {out}".split())
     table = (out / "table.md").read_text()
     assert "| training | rule | 20.00 | 20.00 |" in table
-    judge = tmp_path / "J"
-    shutil.copytree(TINY, judge)
+    judge = shutil.copytree(TINY, tmp_path / "J")
     template = "{{ messages[0].content }}{{ 'no thinking' if enable_thinking is false }}"
     (judge / "chat_template.jinja").write_text(template)
     for _ in range(2):  # again: the rule's own verdicts are still there

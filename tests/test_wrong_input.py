@@ -34,7 +34,6 @@ TRAINING = r"""
 --resume {}/mistyped | mistyped: holds no run
 --resume {}/model | model: holds no run
 --output {}/run | --output {}/run: holds checkpoints; continue a run with --resume
---output {}/model | --output {}/model: holds
 @{}/nowhere | No such file
 """
 
@@ -73,7 +72,7 @@ EVALUATION = r"""
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --model {}/nobody | nobody: no model there
---model {}/trained | trained: is a run; give a checkpoint, such as .*/step_000002
+--model {}/run | run: is a run; give a checkpoint, such as .*/step_000001
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 --samples -1 | --samples -1: must be at least 0
@@ -81,17 +80,13 @@ EVALUATION = r"""
 
 
 @pytest.mark.parametrize("row", EVALUATION.strip().splitlines())
-def test_eval_py(folder, tmp_path, monkeypatch, row):
-    for step in (1, 2):
-        (folder / f"trained/checkpoints/step_00000{step}").mkdir(parents=True, exist_ok=True)
+def test_eval_py(folder, tmp_path, capsys, monkeypatch, row):
     monkeypatch.setattr(evaluation.rollout, "sample", None)  # it is found before sampling
     flags, message = row.replace("{}", str(folder)).split(" | ")
     before = contents(folder)
-    own = f"--model {TINY} --max_new_tokens 500 --output {tmp_path}/out "
-    own += f"--benchmarks {folder}/good.jsonl {flags}"
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(own.split())
-    line = str(stop.value)
+    own = f"--model {TINY} --max_new_tokens 500 --output {tmp_path}/out"
+    own += f" --benchmarks {folder}/good.jsonl {flags}"
+    line = refused(capsys, own, evaluation.main)
     assert re.search(message, line), line
     assert line.startswith("eval.py: ") and "\n" not in line
     assert contents(folder) == before
