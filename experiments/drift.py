@@ -91,11 +91,14 @@ def measure(folder: Path) -> dict[str, float]:
     }
 
 
-def split(lines: Lines) -> tuple[Lines, Lines]:
-    """The lines of both parts. Both have JustRL, but no seed is in both."""
-    seeds = {line["seed"] for line in lines if line["row"] == "STAPO, q 0.5"}
-    others = [line for line in lines if line["seed"] not in seeds]
-    return others, [line for line in lines if line["seed"] in seeds]
+def split(lines: Lines) -> list[Lines]:
+    """The lines of both parts. Both have JustRL, each with the seeds of its own STAPO."""
+    parts = []
+    for rows, own in ((ROWS, "STAPO"), (CRITERION, "STAPO, q 0.5")):
+        seeds = {line["seed"] for line in lines if line["row"] == own}
+        mine = [line for line in lines if line["row"] in rows]
+        parts.append([line for line in mine if line["row"] != "JustRL" or line["seed"] in seeds])
+    return parts
 
 
 def report(lines: Lines) -> str:
@@ -112,9 +115,11 @@ def report_criterion(lines: Lines) -> str:
     for line in split(lines)[1]:
         entropy = fmean(line["steps"]["entropy"][-10:])
         end = {"entropy, last ten steps": entropy, "ln entropy": math.log(entropy)}
+        end["end / start"] = line["numbers"]["entropy, end"] / line["numbers"]["entropy, 1"]
         rows[line["row"]][line["seed"]] = line["numbers"] | end
     held_out = ["held out at T = 1", "held out at T = 0.7"]
-    arms = table({"entropy, last ten steps": ".2f"} | dict.fromkeys(held_out, ".1f"), rows)
+    own = {"entropy, last ten steps": ".2f", "end / start": "95 .2f"}
+    arms = table(own | dict.fromkeys(held_out, ".1f"), rows)
     first = rows.pop("STAPO, q 0.5")
     tested = {"ln entropy": "95 +.2f"} | dict.fromkeys(held_out, "95 +.1f")
     gaps = {f"{row} minus STAPO": runs.minus(rows[row], first, tested) for row in rows}

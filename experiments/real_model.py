@@ -123,11 +123,11 @@ def report_errs(lines: Lines) -> str:
 
 
 def figure(lines: Lines, file: Path) -> None:
-    """The entropy of the pilots and of the arms, by the step."""
+    """The entropy of the arms and of the pilots, by the step."""
     rows = [line["row"] for line in lines if "pilot" in line["row"]]
     pilots = {row.partition(",")[0]: by_step(lines, row, "entropy") for row in rows}
     arms = {name: by_step(lines, f"{SHARE} % turned over, {name}", "entropy") for name in ARMS}
-    runs.draw(file, {"entropy, nats: pilots": pilots, "entropy, nats: arms": arms}, "step")
+    runs.draw(file, {"entropy, nats: arms": arms, "entropy, nats: pilots": pilots}, "step")
 
 
 SHARE = 35  # % of the rewards: no pilot rises

@@ -337,6 +337,7 @@ def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> Non
     stored = read_rows(args.results) if args.results.exists() else []
     lines = list({(line["row"], line["seed"]): line for line in [*stored, *made]}.values())
     if made:
+        args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     program = Path(sys.argv[0]).name
     page = [f"# Tables of {program}\n\n`experiments/{program} --table` writes this page."]
