@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import TINY, lines, padded, read_rows, refused, responses_of, run, to_batch
+from helpers import TINY, lines, padded, read_rows, refused, responses_of, run, to_batch, write_rows
 from reference import method_loss, row_stats
 
 import eval as evaluation
@@ -21,10 +21,10 @@ from support.run import checkpoints
 # ---------------------------------------------------------------------- the update of a mini-batch
 
 
-def make_mini_batch(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-"), drift=0.3):
+def make_mini_batch(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-")):
     """Groups of random responses, rewards as the strings say, and their statistics under `model`.
 
-    pi_old differs from the current policy by `drift`, so that ratios are not all 1.
+    pi_old is another policy, so that ratios are not all 1.
     """
     g = torch.Generator().manual_seed(seed)
     responses, advantages, old, current = [], [], [], []
@@ -37,7 +37,7 @@ def make_mini_batch(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-
             advantages.append(advantage)
             stats = row_stats(model, responses[-1])  # without rollout.py
             current.append(TokenStats(*(values.detach().float() for values in stats)))
-            shift = drift * torch.randn(len(ids), generator=g)
+            shift = 0.3 * torch.randn(len(ids), generator=g)
             old.append(current[-1]._replace(logp=current[-1].logp + shift))
     seeds = [mix_seed(seed, i) for i in range(len(responses))]
     batch = to_batch(responses, advantages, old, seeds)
@@ -53,14 +53,6 @@ class Still(torch.optim.SGD):
         self.gradient = torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]])
 
 
-def chosen(choose, batch, current, **flags):
-    """What a method chooses where p and H under the current policy are `current`.
-
-    None is the policy before a step's first update: then the method takes those under pi_old.
-    """
-    return choose(replace(batch, old=current), None, Config(**flags))
-
-
 def updated(model, batch, current, own=None, optimizer=None, **flags):
     """Choose and update as train_step does, by --method or a method of one's own.
 
@@ -68,7 +60,7 @@ def updated(model, batch, current, own=None, optimizer=None, **flags):
     """
     cfg = Config(**{"grad_clip": math.inf} | flags)
     method, optimizer = own or METHODS[cfg.method], optimizer or Still(model.parameters())
-    choice = chosen(method, batch, current, **flags)
+    choice = method(replace(batch, old=current), None, cfg)  # None: it takes p and H of the batch
     sums = stapo.update(rollout.Policy(model), optimizer, batch, choice, cfg)
     counts = stapo.update_metrics([batch], [choice], [sums])
     names = "candidates", "silenced", "tau_h"
@@ -126,7 +118,7 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget):
     if options["method"] in ("stapo", "high-entropy", "random"):
         assert sums["silenced"] > 3
     if options["method"] in ("high-entropy", "random"):  # as many as STAPO, and others
-        as_stapo = chosen(METHODS["stapo"], batch, current)
+        as_stapo = METHODS["stapo"](replace(batch, old=current), None, Config())
         assert keep.sum() == as_stapo.keep.sum() and not torch.equal(keep, as_stapo.keep)
 
 
@@ -305,18 +297,13 @@ def test_a_chat_template_is_the_runs_own(tmp_path, capsys):
     assert saved.chat_template == template
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, own):
-    """With this project's grader, and with a reward and a chat template of one's own.
-
-    An evaluation changes no step.
-    """
-    rows = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
+def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
+    """With a reward and a chat template of one's own. An evaluation changes no step."""
+    write_rows(tmp_path / "few.jsonl", *read_rows(TINY / "test.jsonl")[:6])
     source = "def of_problem(response, row):\n    return len(row['problem'] + response) % 2\n"
     (tmp_path / "own.py").write_text(source)
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =\n")
-    both = f"--reward {tmp_path}/own.py:of_problem --chat_template {tmp_path}/own.jinja" * own
+    both = f"--reward {tmp_path}/own.py:of_problem --chat_template {tmp_path}/own.jinja"
     found = run(tmp_path / "run", f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl {both}")
     assert [line["step"] for line in found if "eval" in line] == [0, 2]
     run(tmp_path / "without", both)
@@ -339,5 +326,4 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
     found = [run(tmp_path / on, f"{flags} {on}")[-1] for on in ("true", "false")]
     for line in found:
         assert line["ratio_mean"] == pytest.approx(1, abs=1e-5) and line["grad_norm"] > 0
-        assert line["clip_low"] == line["clip_high"] == 0
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
