@@ -6,14 +6,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from helpers import (
-    STOPS,
-    TINY,
-    in_order,
-    make_family,
-    random_prompts,
-    write_rows,
-)
+from helpers import STOPS, TINY, in_order, make_family, random_prompts, write_rows
 from reference import logit_stats, plain_head
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
@@ -25,7 +18,6 @@ from support.data import load_problems
 from support.head import HeadStats
 
 # --------------------------------------------------------------------------------------- scoring
-
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
@@ -106,7 +98,6 @@ def test_the_logits_of_a_bfloat16_model_are_a_float32_product(tmp_path):
 
 
 # -------------------------------------------------------------------------------------- sampling
-
 
 WITH_SLOTS = ["qwen3", "doge", "falcon"]  # each an attention or a mask of its own
 WITHOUT_SLOTS = ["mistral, windows", "qwen2, a window", "opt", "falcon, alibi", "lfm2", "mamba"]
@@ -347,8 +338,6 @@ WRAPPED = (  # as DAPO-Math-17k does
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
     '1+1\n\nRemember to put your answer on its own line after "Answer:".'
 )
-
-
 USER = {"role": "user", "content": "1+1"}
 
 
@@ -369,19 +358,18 @@ def test_column_layouts(tmp_path, row, answer):
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
 
 
-def test_a_text_stays_a_text_and_a_path_is_that_file(tmp_path):
-    """Not a date, not the number 3.1, not a list of two answers; not v2.jsonl, as a pattern is."""
+def test_a_text_stays_a_text(tmp_path):
+    """Not a date, not the number 3.1, not a list of two answers. A file can begin with a mark."""
     answers = ["2024-05-01", "12:30", "3.10", "[2, 5]", "a\u2028b", 7, ["1", "2"]]
     rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    texts = {"v[2].jsonl": lines, "a::b.jsonl": "\ufeff" + lines, "v?.json": json.dumps(rows)}
-    for name, text in texts.items():
-        write_rows(tmp_path / "v2.jsonl", {"problem": "1+1", "answer": "2"})
-        (tmp_path / name).write_text(text, "utf-8")
+    (tmp_path / "v[2].jsonl").write_text("\ufeff" + lines, "utf-8")
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    for name in ("v[2].jsonl", "list.json"):
         found = load_problems(str(tmp_path / name))
         assert [problem["answer"] for problem in found] == [*answers[:5], "7", "1, 2"]
-    Dataset.from_list(rows[:3]).to_parquet(tmp_path / "parts")
-    found = load_problems(str((tmp_path / "parts").rename(tmp_path / "v[2].parquet")))
+    Dataset.from_list(rows[:3]).to_parquet(tmp_path / "v[2].parquet")
+    found = load_problems(str(tmp_path / "v[2].parquet"))
     assert [problem["answer"] for problem in found] == answers[:3]
 
 
