@@ -17,9 +17,13 @@ from support.head import Float32Head
 from support.models import gathered
 
 
-def make_folder(folder: Path) -> Path:
-    """What ranks.py needs; weights drawn wide enough for confident, low-probability tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every case on its numbers of ranks; a hang is a failure.
+
+    Weights are drawn wide enough for confident, low-probability tokens.
+    """
+    folder, tokenizer = tmp_path_factory.mktemp("ranks"), AutoTokenizer.from_pretrained(TINY)
     for name, tied in (("tied", True), ("untied", False)):
         model = make_random_model(len(tokenizer) + 8, tied, spread=0.6)
         model.config.eos_token_id = tokenizer.eos_token_id
@@ -28,13 +32,6 @@ def make_folder(folder: Path) -> Path:
     rows = [{"problem": f"Q: {i}+{i}=?", "answer": str(2 * i)} for i in range(1, 9)]
     write_rows(folder / "problems.jsonl", *rows)
     (folder / "own.py").write_text("def value(response, row):\n    return float(response)\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Every case on its numbers of ranks; a hang is a failure."""
-    folder = make_folder(tmp_path_factory.mktemp("ranks"))
     for world in (4, 2, 1):  # the others go on with what four have left
         log = folder / f"log{world}"
         codes = launch(train_on_canned_rollouts, world, log, folder, timeout=300)
@@ -43,8 +40,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def seen(folder: Path, case: str, world: int, rank: int = 0) -> dict:
-    return torch.load(folder / f"world{world}-{case}.{rank}.pt")
+def seen(folder: Path, case: str, world: int) -> dict:
+    return torch.load(folder / f"world{world}-{case}.pt")
 
 
 def assert_close(ours: list, theirs: list) -> None:
