@@ -26,7 +26,8 @@ def test_the_copied_section_needs_torch_alone(tmp_path):
     logp, old_logp, advantages, entropy, mask = drawn()
     assert copied["stapo_loss"](logp, old_logp, advantages, entropy, mask)[0].isfinite()
     assert copied["group_advantages"](torch.tensor([[1.0, -1.0, -1.0]])).isfinite().all()
-    assert copied["sampling_gap"](logp, entropy, mask) == sampling_gap(logp, entropy, mask)
+    others = mask.long()  # other frameworks have masks of 0 and 1
+    assert copied["sampling_gap"](logp, entropy, others) == sampling_gap(logp, entropy, mask)
 
 
 def mini_batch() -> dict:
@@ -100,6 +101,7 @@ def test_sampler_example(capsys, tiny_model, tokenizer):
         here = names["mask"]
         d = -names["old_logp"].double()[here] - names["old_entropy"].double()[here]
         assert float(names["gap"]) == pytest.approx(float(d.mean()))
+        assert float(names["z"]) == pytest.approx(float(d.sum() / d.square().sum().sqrt()))
     said = [float(z) for z in re.findall(r"z ([+-][\d.]+)", capsys.readouterr().out)]
     assert abs(said[0]) < 4 and said[1] > 15
 

@@ -16,9 +16,8 @@ EQUAL = r"""
 \frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}
 11,\! 111,\! 111,\! 100 | 11111111100 | 11,111,111,100 | 11{,}111{,}111{,}100
 17.5\% | 17.5 | 17.5 percent | 17.5\text{ percent} | 0.175 | 17.5\% \text{ increase}
-5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5 \text{ 元} | 5元
-5 | --5 | 5 = x | 2 + 3 = 5 | 5\text{ sec}
-5 | \overline{AB} = 5 | \{5\} | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7)
+5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5元 | 5 = x | 2 + 3 = 5 | 5\text{ sec}
+5 | \overline{AB} = 5 | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7) | 5 cm | 5kg | 5 km/h
 15 | 15\mbox{ cm}^2 | 5 \text{ cm} \times 3 \text{ cm}
 3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
 5 \sqrt[3]{4} | 5\cdot 4^{1/3}
@@ -32,11 +31,9 @@ EQUAL = r"""
 \sin^{-1}\frac{10}{13} | \arcsin(10/13)
 v_{\text{red}} t | t v _{red}
 y = \sqrt{2} x + e^x | e^x - y + \sqrt2 x = 0
-12 | f(2)+f(3) = 12 | 12^{\mathrm{th}} \text{ day}
+12 | f(2)+f(3) = 12 | 12^{\mathrm{th}} \text{ day} | 12 divisors | 12\text{ people}
 \sin\theta = \frac{3}{5} | \frac35
-3.14 | AB \approx 3.14 | ≈ 3.14
 \sqrt2 | x = \sqrt{2} \approx 1.41 | \sqrt{2} \text{ m} \approx 1.41 \text{ m}
-5 | 5 cm | 5kg | 5 km/h
 \mathbb{R} | (-\infty,\infty) | x \in \mathbb R | \text{all real numbers}
 3, 1, 2 | \{1, 2, 3\} | 1, 2, and 3 | x \in \{1, 2, 3\} | x = 1, x = 3 or x = 2
 100,200 | 100200 | 200, 100 | 100 and 200
@@ -49,7 +46,6 @@ x < 2 | (-\infty, 2) | 2 > x
 17_9 | 17 | 17_{9} | (17)_9
 5 \ (\text{mod } 7) | 5 \bmod 7
 2:3 | 4:6
-12 | 12 \text{ divisors} | 12 \text{ factors} | 12 divisors | 12\text{ red cars} | 12\text{ people}
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
 t^{2} \lvert y \rvert | t^2 \left| y \right|
 ｛1；2｝ | 2, 1
@@ -68,13 +64,11 @@ x != 3 | x \ne 3 | x \not= 3
 m = 2 and n = 3 | n = 3, m = 2 | 2, 3
 \cot^{-1} 2 | \arctan(1/2) | \operatorname{arccot} 2
 AB, 2CD | 2DC, AB
-x = 1, y = 2 | \begin{cases} x = 1, \\[2pt] y = 2. \end{cases} | (y = 2, x = 1)
-x = 1, y = 2 | \left\{ \begin{array}{rcl} x & = & 1 \\ y & = & 2 \end{array} \right.
+x = 1, y = 2 | (y = 2, x = 1) | \left\{\begin{array}{rcl} x & = & 1 \\ y & = & 2 \end{array} \right.
 \begin{cases} \frac12 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} .5, & 0<x \\ 0, & x=0 \end{cases}
 (3, -2) | 3\mathbf{i} - 2\mathbf{j} | -2{\bf j} + 3{\bf i} | \vec{v} = 3\hat{\imath} - 2\hat{\jmath}
 (3, 0, -2) | 3\hat{\mathbf{i}} - 2\hat{\mathbf{k}} | \frac{1}{2}(6\vec{i} - 4\vec{k})
 42 | \text{The answer is } 42 | The final answer is: 42. | \text{Answer: 42} | {\bf 42} | \large 42
-42 | 42 \\
 6x | \frac{dy}{dx} = 6x | \frac{\mathrm{d}y}{\mathrm{d}x} = 6x | \frac{\partial f}{\partial x} = 6x
 -\frac{x}{y} | \frac{dy}{dx} = -\frac{x}{y}
 45 | USD 45 | \text{USD } 45 | US\$45 | 45 USD | \pounds 45 | EUR 45
@@ -89,19 +83,14 @@ e^{500} e^{500} | e^{400} e^{500} | 5
 \{1,1\} | \{1,2\} | 1
 6 | \{5, 6\} | 2 3 | {2}{3} | 6 \text{ one-hundredths}
 0.\overline{3} | 0.\overline{6} | 0 | 0.3
-0 | I(0) | x - \{x\}
-0 | 0 \text{ At Most} | \text{at least} \cdot 0 | 0 \Rightarrow x
+0 | I(0) | x - \{x\} | 0 \text{ At Most} | \text{at least} \cdot 0 | 0 \Rightarrow x
 4:30 | 4.5 | 2:15
 20\% \text{ increase} | 20\% \text{ decrease} | 20% decrease
-30 \text{ north of east} | 30 \text{ south of east} | 30 \text{ north of west}
 2 | 2^{nd} | 2 {{}{}} | n \bmod 5 = 2 | |x| = 2 | P(1|2) = 2 | \int_0^a x \,dx = 2
-3 | \frac{3^{\text{rd}}}{2} | 1=2=3 | x = 2 = 3 | \pi = 3 | 2 1\frac{1}{2} | 3 ] 4
+3 | x = 2 = 3 | \pi = 3 | 2 1\frac{1}{2} | 3 ] 4 | 3 eighths | 3\text{ halves} | 3\text{ fourths}
 y=2x | x=2y
-5 | 2x = 5 | x^2 = 5 | -x = 5 | x \not= 5 | \lfloor 5.5 \rceil | \lfloor (1,2) \rfloor
-5 | 5 \text{ at most} | 5 \text{ squared} | 5 million | 5 \text{ tenths}
-5 | 5 \text{\text{ at least } cents} | 5 \text{ ft 6 in}
-5 | 5 \text{ or more} | 5 \text{万} | 5万 | \text{5 or 6} | \text{Area} 5 = 6
-5 | \mbox{ - } 5 | 12 \pmod 7 | 2 \equiv 5 \pmod 7 | x \not\equiv 5 \pmod 7 | 0.05
+5 | 2x = 5 | -x = 5 | 5 \text{ squared} | 5 million | 5 \text{ tenths} | 5 \text{ ft 6 in}
+5 | 5 \text{\text{ at least } cents} | 5万 | \text{5 or 6} | 2 \equiv 5 \pmod 7 | x \not= 5 | 0.05
 2x | 2x = e | 2^x = \pi
 x^2 + y^2 = 10^{20} | x^2 + y^2 = 10^{20} + 1
 x > 2 | x \ge 2
@@ -115,31 +104,23 @@ x \ne 2 | x < 2
 \quad | \;
 east | seat
 (1,234) | 1234
--221_3 | -221_4 | 221_3
 x < 0 and x > 1 | x < 0 or x > 1 | (-\infty,0) \cup (1,\infty)
 x = 1 or y = 2 | x = 1 and y = 2
 x \in (0,1) \cup (2,3) | y \in (2,3) \cup (0,1)
 x = 1 or x = 2 | y \in \{1,2\} | x \in \{1\}
 (-\infty,3) \cup (3,\infty) | \mathbb{R} \setminus \{-3\} | (-\infty,3) \cup [3,\infty)
 1 | \frac{\cot^{-1} 2}{\tan 2} | \cosh(2) \cosh^{-1} 2 | \frac{\sec^{-1} 2}{\cos 2}
-3 | 3\text{ eighths} | 3 eighths | 3\text{ halves} | 3\text{ pairs} | 3\text{ fourths}
 7 | 7\text{ dozen eggs} | 7\text{ more days} | 7\text{ extraneous roots} | 7\text{ (rejected)}
-IX | XI | \text{XI} | I \cdot X
 \vec{AB} | \vec{BA} | B A
 I = -e^{-40 t}(2 - \sin 30 t) | I = -e^{-40 t}(2 - \sin 32 t)
-x = 1, y = 2 | \begin{cases} x = 2 \\ y = 1 \end{cases} | \begin{cases} x = 1 \\ y = 3 \end{cases}
 x = 1, y = 2 | \begin{cases} x = 1 \\ z = 2 \end{cases} | \begin{cases} x = 1 \end{cases}
-\begin{cases} 1 & x>0 \\ 0 & x<0 \end{cases} | \begin{cases} 1 & x \ge 0 \\ 0 & x<0 \end{cases}
-(3, -2) | 3\mathbf{i} - 2\mathbf{j} + \mathbf{k} | 3 - 2i
 (1, 2, 3, 4) | \mathbf{i} + 2\mathbf{j} + 3\mathbf{k}
 42 | \text{The answer is not } 42 | \text{The answer is at least } 42 | \text{The answer is } 43
 6x | \frac{dy}{dx} = 6y | \frac{dx}{dy} = 6x | \frac{dy}{dx} = -6x | 2\frac{dy}{dx} = 6x
 \frac{dx}{dt} = kx - a | kx - a | \frac{dx}{dt} = kx + a
 45 | USD 54 | USD -45 | USD 45 million | a loss of USD 45 | -\pounds 45 | \text{USD 45 or more}
-3 \times 4 | 4 \times 3 | $4\times3$. | 2 \times 6 | 3 \times 5 | 13
 \emptyset | \{\emptyset\} | \{ \varnothing \} | \{0\} | \{\{\emptyset\}\}
-B | (C) | A or B | B or C | (B) or (C) | \text{B or C} | B. 7 or C. 8 | (A) B | B + 7 | BC. 7
-B | not (B) | \textbf{(A)}\ 7 | Option C | (B), (C) | 7 B | A. B | b. 7
+B | (C) | A or B | (B) or (C) | B. 7 or C. 8 | not (B) | \textbf{(A)}\ 7 | Option C | (B), (C) | 7 B
 """
 
 

@@ -256,16 +256,6 @@ def test_a_model_in_training_mode_is_not_sampled_from(family, tokenizer):
         next(sample(make_family(family).train(), tokenizer, [[5, 6]], max_new_tokens=2))
 
 
-def test_the_sampling_check_by_hand():
-    """Two tokens of p = 1/4 with H = 1, padding left out: d = ln 4 - 1 twice."""
-    logp, entropy = torch.tensor([[0.25, 0.25, 0.5]]).log(), torch.ones(1, 3)
-    mask = torch.tensor([[True, True, False]])
-    for either in (mask, mask.long()):  # other frameworks have masks of 0 and 1
-        gap, z = rollout.sampling_gap(logp, entropy, either)
-        assert float(gap) == pytest.approx(0.386294, abs=1e-6)
-        assert float(z) == pytest.approx(2**0.5, abs=1e-6)
-
-
 # ---------------------------------------------------------------------------- prompts and problems
 
 CHAT = (

@@ -95,19 +95,14 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget):
     batch, current = make_mini_batch(model, seed)
     order = torch.randperm(len(batch.ids))
     batch, current = batch.take(order), TokenStats(*(values[order] for values in current))
-    responses = responses_of(batch)
+    responses, ref_logp = responses_of(batch), current.logp - 0.2
     draws = [generator(seed, "noise") for seed in batch.seeds.tolist()]  # a number for each token
     noise = [torch.rand(len(r.ids), generator=draw) for r, draw in zip(responses, draws)]
     if options["method"] == "grpo":
-        batch = replace(batch, ref_logp=current.logp - 0.2)
-    old_logp, ref_logp = (
-        [row[here] for row, here in zip(values, batch.mask)]
-        for values in (batch.old.logp, current.logp - 0.2)
-    )
-    given = {"noise": noise, "ref_logp": ref_logp}
-    loss, expected = method_loss(
-        model, responses, batch.advantages.tolist(), old_logp, **given, **options
-    )
+        batch = replace(batch, ref_logp=ref_logp)
+    old, ref = ([r[m] for r, m in zip(x, batch.mask)] for x in (batch.old.logp, ref_logp))
+    given = options | {"noise": noise, "ref_logp": ref}
+    loss, expected = method_loss(model, responses, batch.advantages.tolist(), old, **given)
     flags = options | {"tokens_per_micro_batch": budget}
     optimizer, keep, sums = updated(model, batch, current, **flags)
     assert {key: float(sums[key]) for key in expected} == pytest.approx(expected, rel=1e-4)
