@@ -64,7 +64,7 @@ x != 3 | x \ne 3 | x \not= 3
 m = 2 and n = 3 | n = 3, m = 2 | 2, 3
 \cot^{-1} 2 | \arctan(1/2) | \operatorname{arccot} 2
 AB, 2CD | 2DC, AB
-x = 1, y = 2 | (y = 2, x = 1) | \left\{\begin{array}{rcl} x & = & 1 \\ y & = & 2 \end{array} \right.
+x = 1, y = 2 | (y = 2, x = 1) | \left\{ \begin{array}{cl} x & = & 1 \\ y & = & 2 \end{array} \right.
 \begin{cases} \frac12 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} .5, & 0<x \\ 0, & x=0 \end{cases}
 (3, -2) | 3\mathbf{i} - 2\mathbf{j} | -2{\bf j} + 3{\bf i} | \vec{v} = 3\hat{\imath} - 2\hat{\jmath}
 (3, 0, -2) | 3\hat{\mathbf{i}} - 2\hat{\mathbf{k}} | \frac{1}{2}(6\vec{i} - 4\vec{k})
