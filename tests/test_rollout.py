@@ -116,9 +116,7 @@ def chi_square(tokens, expected):
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
 def test_rollouts_follow_the_softmax(random_model, tokenizer, temperature, top_p):
-    """8,000 tokens, and the nucleus by hand: the likeliest tokens of the sharpened softmax until
-    top_p is reached.
-    """
+    """8,000 tokens, and the nucleus by hand: the likeliest tokens until top_p is reached."""
     model = random_model(spread=0.3)
     model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3

@@ -178,10 +178,9 @@ def test_p_and_h_are_the_current_policys_where_the_method_asks_for_them(model):
     batch, current = make_mini_batch(model)
     batch = replace(batch, old=TokenStats(*(values + 1 for values in batch.old)))
     right, cfg = batch.advantages > 0, Config(quantile_over="all", tokens_per_micro_batch=60)
-    asked = {"stapo": right | True, "20-entropy": right | True}
-    asked |= {"justrl": right & False, "grpo": right & False}
-    for method in METHODS:
-        fresh = asked.get(method, right)
+    others = {"stapo": right | True, "20-entropy": right | True}
+    others |= {"justrl": right & False, "grpo": right & False}
+    for method, fresh in (dict.fromkeys(METHODS, right) | others).items():
         rows.clear()
         assert METHODS[method](batch, None, cfg).stats is batch.old and not rows
         found = METHODS[method](batch, policy, cfg).stats
@@ -243,18 +242,15 @@ def test_epochs_visit_every_problem_once():
 
 
 def test_two_steps_without_a_finite_update_end_the_run(tmp_path, monkeypatch):
-    """Steps 1 and 3 are without one, and so is step 4. The run is saved, and can be continued."""
+    """Steps 1 and 3 are without one, and so is step 4. The run is saved."""
     norms = iter(torch.tensor([math.nan, math.inf, 1.0, math.nan] + 4 * [math.nan]))
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
-        with pytest.raises(SystemExit, match="step 4: no update of two steps in a row was finite$"):
-            run(tmp_path / "run", "--steps 6")
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
+    with pytest.raises(SystemExit, match="step 4: no update of two steps in a row was finite$"):
+        run(tmp_path / "run", "--steps 6")
     found = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_updates"] for row in found] == [2, 1, 2, 2]
     assert [row["grad_norm"] for row in found] == [None] * 4  # JSON has no NaN and no infinity
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000004"]
-    stapo.main(f"--resume {tmp_path}/run --steps 5".split())
-    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")][4:] == [5]
 
 
 def test_rewards_far_from_zero_keep_their_differences(tmp_path):
@@ -279,25 +275,16 @@ def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):
     assert said in capsys.readouterr().out and kept < len(lengths)
 
 
-def test_a_chat_template_is_the_runs_own(tmp_path, capsys):
-    """The checkpoint's tokenizer has it; a resumed run keeps it, whatever the file says."""
-    template = "{{ messages[0].content }} =\n"
-    (tmp_path / "own.jinja").write_text(template)
-    run(tmp_path / "run", f"--steps 1 --chat_template {tmp_path}/own.jinja")
-    again = f"--resume {tmp_path}/run --steps 2"
-    assert "--chat_template none: " in refused(capsys, f"{again} --chat_template none")
-    (tmp_path / "own.jinja").write_text(f"Another. {template}")
-    stapo.main(again.split())
-    saved = rollout.load_tokenizer(str(tmp_path / "run/checkpoints/step_000002"))
-    assert saved.chat_template == template
+def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, capsys):
+    """With a reward and a chat template of one's own. An evaluation changes no step.
 
-
-def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
-    """With a reward and a chat template of one's own. An evaluation changes no step."""
+    A resumed run keeps its template, whatever the file says.
+    """
     write_rows(tmp_path / "few.jsonl", *read_rows(TINY / "test.jsonl")[:6])
     source = "def of_problem(response, row):\n    return len(row['problem'] + response) % 2\n"
     (tmp_path / "own.py").write_text(source)
-    (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =\n")
+    template = "{{ messages[0].content }} =\n"
+    (tmp_path / "own.jinja").write_text(template)
     both = f"--reward {tmp_path}/own.py:of_problem --chat_template {tmp_path}/own.jinja"
     found = run(tmp_path / "run", f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl {both}")
     assert [line["step"] for line in found if "eval" in line] == [0, 2]
@@ -308,6 +295,12 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path):
     evaluation.main(flags.split())
     expected = json.loads((tmp_path / "eval/scores.json").read_text())["scores"]["training"]
     assert found[0]["eval"] == expected and expected["few"]["mean"] > 0
+    again = f"--resume {tmp_path}/without --steps 3"
+    assert "--chat_template none: " in refused(capsys, f"{again} --chat_template none")
+    (tmp_path / "own.jinja").write_text(f"Another. {template}")
+    stapo.main(again.split())
+    saved = rollout.load_tokenizer(str(checkpoints(tmp_path / "without")[-1]))
+    assert saved.chat_template == template
 
 
 def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
