@@ -7,6 +7,7 @@ imported torch, transformers and datasets once.
 import math
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import sys
@@ -94,19 +95,14 @@ CASES = {
 
 def canned_rollouts(case: str) -> list[list[Response]]:
     """A group of responses for each place in the batch; a response's text is its reward."""
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(high: int) -> int:
-        return int(torch.randint(1, high, (1,), generator=generator))
-
-    canned = []
+    draw, canned = random.Random(7).randrange, []
     for place in range(PROMPTS):
         group = []
         for member in range(GROUP):
-            length = draw(30)
+            length = draw(1, 30)
             if case == "poisoned" and place in (0, 4):
                 length = member % 2
-            ids = [2 + draw(90) for _ in range(length)]
+            ids = [draw(3, 92) for _ in range(length)]
             right = case == "idle-ranks" and place in (0, 1, 4, 5) or member <= place % 3
             group.append(Response([], ids, False, "1" if right else "-1"))
         canned.append(group)

