@@ -94,7 +94,6 @@ def test_sampler_example(capsys, tiny_model, tokenizer):
     ids, is_response, _ = pad_batch(responses)
     right = example("statistics")
     wrong = right.replace("logits[:, :-1]", "logits[:, 1:]")
-    assert right != wrong
     for code in (right, wrong):
         names = {"model": tiny_model, "ids": ids, "is_response": is_response}
         exec(code + example("sampler"), names)

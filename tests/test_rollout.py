@@ -108,10 +108,9 @@ def chi_square(tokens, expected):
     """z-score of Pearson's statistic, over the tokens that are expected at least five times."""
     counts = torch.bincount(tokens, minlength=len(expected)).double()
     often = expected >= 5
-    observed = torch.cat([counts[often], counts[~often].sum()[None]])
-    wanted = torch.cat([expected[often], expected[~often].sum()[None]]).clamp(min=1e-9)
-    freedom = len(observed) - 1
-    return float((((observed - wanted) ** 2 / wanted).sum() - freedom) / math.sqrt(2 * freedom))
+    observed, wanted = (torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, expected))
+    freedom, squares = len(observed) - 1, (observed - wanted) ** 2 / wanted.clamp(min=1e-9)
+    return float((squares.sum() - freedom) / math.sqrt(2 * freedom))
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
@@ -166,10 +165,8 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
 
 def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
     model, options = make_family("mistral, windows"), {"max_new_tokens": 9, "batch_size": 2}
-    again, ids = (
-        [r.ids for r in in_order(sample(model, tokenizer, [[20]] * 4, **options))] for _ in "ab"
-    )
-    assert ids[:2] != ids[2:] and ids == again
+    drawn, again = (in_order(sample(model, tokenizer, [[20]] * 4, **options)) for _ in "ab")
+    assert drawn == again and drawn[:2] != drawn[2:]
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

@@ -206,11 +206,8 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
 def test_a_routers_loss_is_refused_by_name(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = Qwen3MoeConfig(**SHAPE, head_dim=8, **experts, router_aux_loss_coef=0.5)
-    for coefficient in (None, 0.25):
-        said = f"^router_aux_loss_coef={coefficient or 0.5}: STAPO needs 0.0$"
-        with pytest.raises(ValueError, match=said):
-            model = Qwen3MoeForCausalLM(config)
-            make_trainer(tmp_path, model=model, router_aux_loss_coef=coefficient)
+    with pytest.raises(ValueError, match="^router_aux_loss_coef=0.5: STAPO needs 0.0$"):
+        make_trainer(tmp_path, model=Qwen3MoeForCausalLM(config), router_aux_loss_coef=None)
 
 
 @pytest.mark.parametrize(
