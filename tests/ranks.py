@@ -4,24 +4,27 @@
 imported torch, transformers and datasets once.
 """
 
-import json
+import math
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
+from helpers import ROOT, read_rows
 
 import rollout
 import stapo
 from rollout import Response
+from stapo import clipped_loss
 from support import InputError, ranks
 
-ROOT = Path(__file__).parent.parent
 PROMPTS, GROUP = 8, 4
 
 # --------------------------------------------------------------------------------------- launching
@@ -92,19 +95,14 @@ CASES = {
 
 def canned_rollouts(case: str) -> list[list[Response]]:
     """A group of responses for each place in the batch; a response's text is its reward."""
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(high: int) -> int:
-        return int(torch.randint(1, high, (1,), generator=generator))
-
-    canned = []
+    draw, canned = random.Random(7).randrange, []
     for place in range(PROMPTS):
         group = []
         for member in range(GROUP):
-            length = draw(30)
+            length = draw(1, 30)
             if case == "poisoned" and place in (0, 4):
                 length = member % 2
-            ids = [2 + draw(90) for _ in range(length)]
+            ids = [draw(3, 92) for _ in range(length)]
             right = case == "idle-ranks" and place in (0, 1, 4, 5) or member <= place % 3
             group.append(Response([], ids, False, "1" if right else "-1"))
         canned.append(group)
@@ -114,9 +112,9 @@ def canned_rollouts(case: str) -> list[list[Response]]:
 def train_on_canned_rollouts(folder: Path) -> None:
     """The cases of this number of ranks.
 
-    The folder holds the models `tied` and `untied`, problems.jsonl and own.py. Each rank writes
-    world<N>-<case>.<rank>.pt there: the gradients of every optimiser step, the last first moments
-    of AdamW, and the metrics.
+    The folder holds the models `tied` and `untied`, problems.jsonl and own.py. Rank 0 writes
+    world<N>-<case>.pt there: the gradients of every optimiser step, the last first moments of
+    AdamW, and the metrics.
     """
     with ranks.session("ranks.py"):
         for case, (_, worlds) in CASES.items():
@@ -126,11 +124,10 @@ def train_on_canned_rollouts(folder: Path) -> None:
 
 def run(case: str, folder: Path) -> None:
     world, rank = ranks.world_size(), ranks.rank()
-    canned, seen = canned_rollouts(case), {"gradients": [], "moments": []}
-    texts = [json.loads(line)["problem"] for line in open(folder / "problems.jsonl")]
+    canned, seen, begun = canned_rollouts(case), {"gradients": [], "moments": []}, []
+    texts = [row["problem"] for row in read_rows(folder / "problems.jsonl")]
     output = folder / f"world{world}-{case}"
     steps = iter([2] if case == "moved" else [1, 2])
-    updates = []
 
     def sample(model, tokenizer, prompts, **_):
         """The response that belongs to each prompt's place in the batch."""
@@ -141,6 +138,10 @@ def run(case: str, folder: Path) -> None:
         yield from ((i, Response(prompts[i], r.ids, False, r.text)) for i, r in enumerate(rows))
 
     class Recorder(torch.optim.AdamW):
+        def zero_grad(self, **options):
+            begun.append(1)
+            super().zero_grad(**options)
+
         def step(self, **options):
             super().step(**options)
             if options:  # torch's own call, which makes room for the moments that are loaded
@@ -150,13 +151,10 @@ def run(case: str, folder: Path) -> None:
             seen["gradients"].append([whole(p.grad) for p in parameters])
             seen["moments"] = [whole(moment) for moment in moments]
 
-    def update(*args):
-        """With NaN in the last rank's loss in the first mini-batch of `poisoned`."""
-        if case == "poisoned" and rank == world - 1 and not updates:
-            stapo.clipped_loss = lambda *args, **more: clipped_loss(*args, **more) * float("nan")
-        updates.append(real_update(*args))
-        stapo.clipped_loss = clipped_loss
-        return updates[-1]
+    def poisoned(*args, **options):
+        """The loss, but NaN on the last rank in the first mini-batch of `poisoned`."""
+        here = case == "poisoned" and rank == world - 1 and len(begun) == 1
+        return clipped_loss(*args, **options) * (math.nan if here else 1)
 
     flags = f"""--model {folder}/tied --data {folder}/problems.jsonl --instruction= --steps 1
         --reward {folder}/own.py:value --batch_size {PROMPTS} --mini_batch_size 4 --lr 1e-6
@@ -169,14 +167,11 @@ def run(case: str, folder: Path) -> None:
             shutil.rmtree(output / "checkpoints" / "step_000002")
         flags = ["--resume", str(output)]
     ranks.broadcast(None)  # the others wait for the copy
-    cfg = stapo.parse_flags(stapo.Config, "", flags)
-    clipped_loss, real_update = stapo.clipped_loss, stapo.update
-    adamw, sampler = torch.optim.AdamW, stapo.sample
-    stapo.update, torch.optim.AdamW, stapo.sample = update, Recorder, sample
-    stapo.train(cfg)
-    stapo.update, torch.optim.AdamW, stapo.sample = real_update, adamw, sampler
-    seen["metrics"] = [json.loads(line) for line in open(output / "metrics.jsonl")]
-    torch.save(seen, f"{output}.{rank}.pt")
+    patched = mock.patch.multiple(stapo, sample=sample, clipped_loss=poisoned)
+    with patched, mock.patch("torch.optim.AdamW", Recorder):
+        stapo.train(stapo.parse_flags(stapo.Config, "", flags))
+    if rank == 0:
+        torch.save(seen | {"metrics": read_rows(output / "metrics.jsonl")}, f"{output}.pt")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,14 @@ imported. The tokens of a mini-batch are flat, (N,), response after response.
 import torch
 
 
-def drawn(seed: int = 0, rows: int = 6, width: int = 9):
+def drawn(seed: int = 0, width: int = 9):
     """Random (logp, old_logp, advantages, entropy, mask) with plenty of candidates and clips."""
     g = torch.Generator().manual_seed(seed)
-    logp = -8 * torch.rand(rows, width, generator=g)
-    old_logp = logp + 0.4 * torch.randn(rows, width, generator=g)
-    advantages = torch.tensor([1.6, -0.5, 0.0, 0.9, -1.2, 2.5])[:rows]
-    entropy = 2 * torch.rand(rows, width, generator=g)
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=g)
+    logp = -8 * torch.rand(6, width, generator=g)
+    old_logp = logp + 0.4 * torch.randn(6, width, generator=g)
+    advantages = torch.tensor([1.6, -0.5, 0.0, 0.9, -1.2, 2.5])
+    entropy = 2 * torch.rand(6, width, generator=g)
+    lengths = torch.randint(1, width + 1, (6, 1), generator=g)
     return logp, old_logp, advantages, entropy, torch.arange(width) < lengths
 
 

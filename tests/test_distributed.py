@@ -7,20 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import TIMINGS, TINY, fused_norms, in_order, make_random_model, write_rows
+from helpers import TIMINGS, TINY, in_order, make_random_model, write_rows
 from ranks import CASES, fail_in, launch, train_on_canned_rollouts
 from transformers import AutoTokenizer
 
 import rollout
 from support import models, ranks
-from support.head import Float32Head
 from support.models import gathered
 
 
-def make_folder(folder: Path) -> Path:
-    """What ranks.py needs; weights drawn wide enough for confident, low-probability tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every case on its numbers of ranks; a hang is a failure."""
+    folder, tokenizer = tmp_path_factory.mktemp("ranks"), AutoTokenizer.from_pretrained(TINY)
     for name, tied in (("tied", True), ("untied", False)):
+        # Weights are drawn wide enough for confident, low-probability tokens.
         model = make_random_model(len(tokenizer) + 8, tied, spread=0.6)
         model.config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(folder / name)
@@ -28,13 +29,6 @@ def make_folder(folder: Path) -> Path:
     rows = [{"problem": f"Q: {i}+{i}=?", "answer": str(2 * i)} for i in range(1, 9)]
     write_rows(folder / "problems.jsonl", *rows)
     (folder / "own.py").write_text("def value(response, row):\n    return float(response)\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Every case on its numbers of ranks; a hang is a failure."""
-    folder = make_folder(tmp_path_factory.mktemp("ranks"))
     for world in (4, 2, 1):  # the others go on with what four have left
         log = folder / f"log{world}"
         codes = launch(train_on_canned_rollouts, world, log, folder, timeout=300)
@@ -43,8 +37,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def seen(folder: Path, case: str, world: int, rank: int = 0) -> dict:
-    return torch.load(folder / f"world{world}-{case}.{rank}.pt")
+def seen(folder: Path, case: str, world: int) -> dict:
+    return torch.load(folder / f"world{world}-{case}.pt")
 
 
 def assert_close(ours: list, theirs: list) -> None:
@@ -88,10 +82,7 @@ def test_counts_are_summed_exactly():
 
 
 def test_layers_compute_in_bfloat16_and_gradients_are_reduced_in_float32(monkeypatch):
-    """Each group's policy, as FSDP2 gets it on a GPU: two layers, and the root.
-
-    Inputs are not cast: some models' rotary cosines are float32, in the model that samples too.
-    """
+    """Each group's policy, as FSDP2 gets it on a GPU: two layers, and the root."""
     given = []
     monkeypatch.setattr(ranks, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(models, "init_device_mesh", lambda *_: None)
@@ -141,10 +132,8 @@ def sample_from_shards(folder: Path) -> None:
     options = {"max_new_tokens": 12, "batch_size": 4, "seed": ranks.rank()}
     for fails in (True, False):
         with contextlib.suppress(InterruptedError), gathered(policy) as twin:
-            assert twin.device == policy.model.device and twin.dtype == torch.float32
-            assert fused_norms(twin) == fused_norms(policy) == fused_norms(plain) > 0
             assert rollout.stop_ids(twin, tokenizer) == [0, 3]  # on every rank
-            assert type(twin.lm_head) is type(policy.model.lm_head) is Float32Head
+            assert [*map(type, twin.modules())] == [*map(type, plain.modules())]
             ours, theirs = (
                 in_order(rollout.sample(model, tokenizer, prompts, **options))
                 for model in (twin, plain)

@@ -14,15 +14,19 @@ from stapo import clipped_loss, grpo_loss, quantile, stapo_loss
 INF = float("inf")
 
 
-def test_quantile_of_nothing_and_of_very_much():
-    assert quantile(torch.zeros(0), 0.75) == -INF
+def grpo(logp, old_logp, advantages, mask, ref_logp=None):
+    options = {"eps": 0.28, "beta": 0.1, "num_responses": 1}
+    return grpo_loss(logp, old_logp, ref_logp, advantages, mask, **options)
+
+
+def test_quantile_of_very_much():
     size = 17_000_000  # torch.quantile refuses
     values = torch.arange(size, dtype=torch.float32).flip(0)
     assert float(quantile(values, 0.5)) == pytest.approx((size - 1) / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["stapo", "grpo"])
-def test_a_ratio_that_overflows(method):
+@pytest.mark.parametrize("loss_of", [clipped_loss, grpo])
+def test_a_ratio_that_overflows(loss_of):
     """For A > 0 the clip is active: gradient 0, and not NaN. With A = 0 there is none at all.
 
     For A < 0 the loss is not finite, so that the update is skipped. NaN is never hidden.
@@ -30,12 +34,8 @@ def test_a_ratio_that_overflows(method):
 
     def gradient(A, log_rho):
         logp = torch.tensor([[log_rho, 0.1]], requires_grad=True)
-        tensors = torch.zeros(1, 2), torch.tensor([A]), torch.ones(1, 2, dtype=torch.bool)
-        options = {"eps": 0.28, "beta": 0.1, "num_responses": 1}
-        if method == "stapo":
-            loss = clipped_loss(logp, *tensors)
-        else:
-            loss = grpo_loss(logp, tensors[0], None, *tensors[1:], **options)
+        mask = torch.ones(1, 2, dtype=torch.bool)
+        loss = loss_of(logp, torch.zeros(1, 2), torch.tensor([A]), mask)
         return loss.detach(), torch.autograd.grad(loss, logp)[0][0]
 
     for log_rho in (50.0, 89.0, 99.5, INF):
@@ -54,12 +54,11 @@ def test_a_clip_for_each_token():
     clips = torch.tensor([0.05, 0.3])
     each = clips.repeat(3)[:, None].expand_as(mask)
     loss = clipped_loss(logp, old_logp, advantages, mask, eps_low=each, eps_high=each)
-    parts = [
-        clipped_loss(*(x[i::2] for x in (logp, old_logp, advantages, mask)), eps_low=e, eps_high=e)
-        * mask[i::2].sum()
-        for i, e in enumerate(clips)
-    ]
-    torch.testing.assert_close(loss, sum(parts) / mask.sum())
+    parts = 0.0
+    for i, clip in enumerate(clips):
+        x, y, a, here = (tensor[i::2] for tensor in (logp, old_logp, advantages, mask))
+        parts += clipped_loss(x, y, a, here, eps_low=clip, eps_high=clip) * here.sum()
+    torch.testing.assert_close(loss, parts / mask.sum())
 
 
 @pytest.mark.parametrize("method", ["stapo", "grpo"])
@@ -73,8 +72,7 @@ def test_padding_is_never_seen(garbage, method):
         if method == "stapo":
             loss, sums = stapo_loss(x, old, advantages, h, mask, tau_p=0.1)
         else:
-            options = {"eps": 0.2, "beta": 0.1, "num_responses": 6}
-            loss, sums = grpo_loss(x, old, ref, advantages, mask, **options), {}
+            loss, sums = grpo(x, old, advantages, mask, ref), {}
         loss.backward()
         assert h.grad is None and not any(s.requires_grad or s.dim() for s in sums.values())
         found.append((loss.detach(), x.grad, *sums.values()))
@@ -83,15 +81,12 @@ def test_padding_is_never_seen(garbage, method):
 
 def test_weights_are_divided_by_their_sum():
     logp, old_logp, advantages, entropy, mask = drawn()
-    weight = entropy * mask / entropy[mask].sum()
-    loss = clipped_loss(logp, old_logp, advantages, weight / 7)
-    torch.testing.assert_close(loss, clipped_loss(logp, old_logp, advantages, weight * 7))
-    rows = logp[mask][:, None], old_logp[mask][:, None], advantages[:, None].expand_as(mask)[mask]
-    each = [
-        clipped_loss(*(x[i : i + 1] for x in rows), mask[mask][:1, None])
-        for i in range(len(rows[0]))
-    ]
-    torch.testing.assert_close(loss, (torch.stack(each) * weight[mask]).sum())
+    loss = clipped_loss(logp, old_logp, advantages, entropy * mask)
+    rows = (x[mask][:, None] for x in (logp, old_logp, advantages[:, None].expand_as(mask)))
+    one = torch.ones(1, 1, dtype=torch.bool)
+    each = [clipped_loss(x[None], y[None], a, one) for x, y, a in zip(*rows)]
+    expected = (torch.stack(each) * entropy[mask]).sum() / entropy[mask].sum()
+    torch.testing.assert_close(loss, expected)
 
 
 def test_nothing_kept_is_a_connected_zero():
@@ -106,10 +101,9 @@ def test_old_logp_gets_no_gradient():
     """Before the first update logp is ln pi_old: given twice, it still has its gradient."""
     logp, _, advantages, entropy, mask = drawn()
     logp.requires_grad_()
-    options = {"eps": 0.2, "beta": 0.1, "num_responses": 6}
     for loss in (
         lambda old_logp: stapo_loss(logp, old_logp, advantages, entropy, mask)[0],
-        lambda old_logp: grpo_loss(logp, old_logp, None, advantages, mask, **options),
+        lambda old_logp: grpo(logp, old_logp, advantages, mask),
     ):
         once, twice = (torch.autograd.grad(loss(x), logp)[0] for x in (logp.detach(), logp))
         assert torch.equal(once, twice) and once.abs().sum() > 0
@@ -119,20 +113,17 @@ def test_shapes_that_would_broadcast_are_refused():
     """An advantage for each token, packed tokens, a mask of 0 and 1, a tensor of another shape."""
     logp, old_logp, advantages, entropy, mask = drawn()
     each = advantages[:, None].expand_as(mask)
-    for A in (each, advantages[:, None], advantages[:1]):
-        with pytest.raises(ValueError, match="mask"):
-            clipped_loss(logp, old_logp, A, mask)
-    for A, I in ((each, mask), (each[mask], mask[mask]), (advantages, mask.long())):  # noqa: E741
+    wrong = [(A, mask) for A in (each, advantages[:, None], advantages[:1])]
+    for A, I in (*wrong, (each[mask], mask[mask]), (advantages, mask.long())):  # noqa: E741
         with pytest.raises(ValueError, match="mask"):
             stapo_loss(logp, old_logp, A, entropy, I, tau_h=0.5)
     # Packed tokens are rows of one token. Otherwise logp - old_logp would be (N, N).
-    rows = [x[mask][:, None] for x in (logp, old_logp, entropy, mask)]
-    for i in (0, 1, 2):
-        some = [x.flatten() if i == j else x for j, x in enumerate(rows)]
+    *rows, keep = (x[mask][:, None] for x in (logp, old_logp, entropy, mask))
+    for i in range(3):
+        x, y, z = (row.flatten() if i == j else row for j, row in enumerate(rows))
         with pytest.raises(ValueError, match="like mask"):
-            stapo_loss(*some[:2], each[mask], *some[2:], tau_h=0.5)
+            stapo_loss(x, y, each[mask], z, keep, tau_h=0.5)
         with pytest.raises(ValueError, match="like mask"):
-            options = {"eps": 0.2, "beta": 0.1, "num_responses": 1}
-            grpo_loss(*some[:2], some[2], each[mask], some[3], **options)
-    loss, _ = stapo_loss(*rows[:2], each[mask], *rows[2:])
+            grpo(x, y, each[mask], keep, z)
+    loss, _ = stapo_loss(*rows[:2], each[mask], rows[2], keep)
     torch.testing.assert_close(loss, stapo_loss(logp, old_logp, advantages, entropy, mask)[0])

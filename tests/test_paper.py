@@ -5,7 +5,6 @@ Open this beside the paper. Each test is named by the section that it checks and
     python -m pytest -v tests/test_paper.py
 """
 
-import json
 import math
 import re
 import statistics
@@ -13,7 +12,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
-from helpers import ROOT, TINY, in_order, responses_of
+from helpers import ROOT, TINY, in_order, read_rows, responses_of
 from reference import drawn, logit_stats, method_loss, row_logits, row_stats
 from transformers import AutoModelForCausalLM
 
@@ -236,7 +235,7 @@ def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, 
     monkeypatch.setattr(stapo, "train_step", spy)
     cfg = stapo.parse_flags(stapo.Config, "", f"{RUN} {flags} --output {tmp_path}".split())
     stapo.train(cfg)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(tmp_path / "metrics.jsonl")
     collected = [(responses_of(s.batch), [row["reward"] for row in s.samples]) for s in steps]
     model, expected = replay(collected, cfg)
     within = {"candidates": 1, "silenced": 1, "lr": 0}

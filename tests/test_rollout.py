@@ -6,14 +6,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from helpers import (
-    STOPS,
-    TINY,
-    in_order,
-    make_family,
-    random_prompts,
-    write_rows,
-)
+from helpers import STOPS, TINY, in_order, make_family, random_prompts, write_rows
 from reference import logit_stats, plain_head
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
@@ -25,7 +18,6 @@ from support.data import load_problems
 from support.head import HeadStats
 
 # --------------------------------------------------------------------------------------- scoring
-
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
@@ -107,7 +99,6 @@ def test_the_logits_of_a_bfloat16_model_are_a_float32_product(tmp_path):
 
 # -------------------------------------------------------------------------------------- sampling
 
-
 WITH_SLOTS = ["qwen3", "doge", "falcon"]  # each an attention or a mask of its own
 WITHOUT_SLOTS = ["mistral, windows", "qwen2, a window", "opt", "falcon, alibi", "lfm2", "mamba"]
 BOTH_PATHS = pytest.mark.parametrize("family", [WITH_SLOTS[0], WITHOUT_SLOTS[0]])
@@ -117,17 +108,14 @@ def chi_square(tokens, expected):
     """z-score of Pearson's statistic, over the tokens that are expected at least five times."""
     counts = torch.bincount(tokens, minlength=len(expected)).double()
     often = expected >= 5
-    observed = torch.cat([counts[often], counts[~often].sum()[None]])
-    wanted = torch.cat([expected[often], expected[~often].sum()[None]]).clamp(min=1e-9)
-    freedom = len(observed) - 1
-    return float((((observed - wanted) ** 2 / wanted).sum() - freedom) / math.sqrt(2 * freedom))
+    observed, wanted = (torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, expected))
+    freedom, squares = len(observed) - 1, (observed - wanted) ** 2 / wanted.clamp(min=1e-9)
+    return float((squares.sum() - freedom) / math.sqrt(2 * freedom))
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 0.9)])
 def test_rollouts_follow_the_softmax(random_model, tokenizer, temperature, top_p):
-    """8,000 tokens, and the nucleus by hand: the likeliest tokens of the sharpened softmax until
-    top_p is reached.
-    """
+    """8,000 tokens, and the nucleus by hand: the likeliest tokens until top_p is reached."""
     model = random_model(spread=0.3)
     model.generation_config = own = GenerationConfig(
         do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3
@@ -177,10 +165,8 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
 
 def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
     model, options = make_family("mistral, windows"), {"max_new_tokens": 9, "batch_size": 2}
-    again, ids = (
-        [r.ids for r in in_order(sample(model, tokenizer, [[20]] * 4, **options))] for _ in "ab"
-    )
-    assert ids[:2] != ids[2:] and ids == again
+    drawn, again = (in_order(sample(model, tokenizer, [[20]] * 4, **options)) for _ in "ab")
+    assert drawn == again and drawn[:2] != drawn[2:]
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
@@ -236,7 +222,6 @@ def test_slots_are_refilled_and_a_group_shares_its_prefill(random_model, monkeyp
         assert r.text == tokenizer.decode(r.ids, skip_special_tokens=True)
     assert tokenizer.pad_token_id == 14 in [r.ids[-1] for r in responses]
     assert [r.prompt_ids for r in responses] == rows
-    assert len({tuple(r.ids) for r in responses}) > 80
     assert max(ids.numel() for ids in prefills) <= 60 and max(map(len, steps)) == slots
     distinct = sum(len(prompt) - 1 for prompt in prompts)  # the first decoding step has the last
     prefilled = sum(int((ids != 14).sum()) for ids in prefills)  # 14 is padding
@@ -253,9 +238,8 @@ def test_logits_that_are_nan_end_the_sampling(family, temperature, tokenizer):
     with torch.no_grad():
         model.get_input_embeddings().weight[90] = math.nan
     options = {"max_new_tokens": 11, "temperature": temperature}
-    with pytest.raises(InputError, match="^--model: .*NaN") as failure:
+    with pytest.raises(InputError, match=r"^--model: .*NaN.*\Z"):
         list(sample(model, tokenizer, [[5, 6], [90], [7]], **options))
-    assert "\n" not in str(failure.value)
 
 
 @BOTH_PATHS
@@ -263,16 +247,6 @@ def test_a_model_in_training_mode_is_not_sampled_from(family, tokenizer):
     """Gradient checkpointing would turn the cache off; dropout would draw from another policy."""
     with pytest.raises(RuntimeError, match=r"training mode.* call model\.eval\(\)"):
         next(sample(make_family(family).train(), tokenizer, [[5, 6]], max_new_tokens=2))
-
-
-def test_the_sampling_check_by_hand():
-    """Two tokens of p = 1/4 with H = 1, padding left out: d = ln 4 - 1 twice."""
-    logp, entropy = torch.tensor([[0.25, 0.25, 0.5]]).log(), torch.ones(1, 3)
-    mask = torch.tensor([[True, True, False]])
-    for either in (mask, mask.long()):  # other frameworks have masks of 0 and 1
-        gap, z = rollout.sampling_gap(logp, entropy, either)
-        assert float(gap) == pytest.approx(0.386294, abs=1e-6)
-        assert float(z) == pytest.approx(2**0.5, abs=1e-6)
 
 
 # ---------------------------------------------------------------------------- prompts and problems
@@ -347,8 +321,6 @@ WRAPPED = (  # as DAPO-Math-17k does
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
     '1+1\n\nRemember to put your answer on its own line after "Answer:".'
 )
-
-
 USER = {"role": "user", "content": "1+1"}
 
 
@@ -369,19 +341,18 @@ def test_column_layouts(tmp_path, row, answer):
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
 
 
-def test_a_text_stays_a_text_and_a_path_is_that_file(tmp_path):
-    """Not a date, not the number 3.1, not a list of two answers; not v2.jsonl, as a pattern is."""
+def test_a_text_stays_a_text(tmp_path):
+    """Not a date, not the number 3.1, not a list of two answers. A file can begin with a mark."""
     answers = ["2024-05-01", "12:30", "3.10", "[2, 5]", "a\u2028b", 7, ["1", "2"]]
     rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    texts = {"v[2].jsonl": lines, "a::b.jsonl": "\ufeff" + lines, "v?.json": json.dumps(rows)}
-    for name, text in texts.items():
-        write_rows(tmp_path / "v2.jsonl", {"problem": "1+1", "answer": "2"})
-        (tmp_path / name).write_text(text, "utf-8")
+    (tmp_path / "v[2].jsonl").write_text("\ufeff" + lines, "utf-8")
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    for name in ("v[2].jsonl", "list.json"):
         found = load_problems(str(tmp_path / name))
         assert [problem["answer"] for problem in found] == [*answers[:5], "7", "1, 2"]
-    Dataset.from_list(rows[:3]).to_parquet(tmp_path / "parts")
-    found = load_problems(str((tmp_path / "parts").rename(tmp_path / "v[2].parquet")))
+    Dataset.from_list(rows[:3]).to_parquet(tmp_path / "v[2].parquet")
+    found = load_problems(str(tmp_path / "v[2].parquet"))
     assert [problem["answer"] for problem in found] == answers[:3]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import TINY, lines, padded, read_rows, refused, responses_of, run, to_batch
+from helpers import TINY, lines, padded, read_rows, refused, responses_of, run, to_batch, write_rows
 from reference import method_loss, row_stats
 
 import eval as evaluation
@@ -21,10 +21,10 @@ from support.run import checkpoints
 # ---------------------------------------------------------------------- the update of a mini-batch
 
 
-def make_mini_batch(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-"), drift=0.3):
+def make_mini_batch(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-+-")):
     """Groups of random responses, rewards as the strings say, and their statistics under `model`.
 
-    pi_old differs from the current policy by `drift`, so that ratios are not all 1.
+    pi_old is another policy, so that ratios are not all 1.
     """
     g = torch.Generator().manual_seed(seed)
     responses, advantages, old, current = [], [], [], []
@@ -37,7 +37,7 @@ def make_mini_batch(model, seed: int = 0, groups=("+--", "++-", "---", "+++", "-
             advantages.append(advantage)
             stats = row_stats(model, responses[-1])  # without rollout.py
             current.append(TokenStats(*(values.detach().float() for values in stats)))
-            shift = drift * torch.randn(len(ids), generator=g)
+            shift = 0.3 * torch.randn(len(ids), generator=g)
             old.append(current[-1]._replace(logp=current[-1].logp + shift))
     seeds = [mix_seed(seed, i) for i in range(len(responses))]
     batch = to_batch(responses, advantages, old, seeds)
@@ -53,14 +53,6 @@ class Still(torch.optim.SGD):
         self.gradient = torch.cat([p.grad.flatten() for p in self.param_groups[0]["params"]])
 
 
-def chosen(choose, batch, current, **flags):
-    """What a method chooses where p and H under the current policy are `current`.
-
-    None is the policy before a step's first update: then the method takes those under pi_old.
-    """
-    return choose(replace(batch, old=current), None, Config(**flags))
-
-
 def updated(model, batch, current, own=None, optimizer=None, **flags):
     """Choose and update as train_step does, by --method or a method of one's own.
 
@@ -68,11 +60,10 @@ def updated(model, batch, current, own=None, optimizer=None, **flags):
     """
     cfg = Config(**{"grad_clip": math.inf} | flags)
     method, optimizer = own or METHODS[cfg.method], optimizer or Still(model.parameters())
-    choice = chosen(method, batch, current, **flags)
+    choice = method(replace(batch, old=current), None, cfg)  # None: it takes p and H of the batch
     sums = stapo.update(rollout.Policy(model), optimizer, batch, choice, cfg)
     counts = stapo.update_metrics([batch], [choice], [sums])
-    names = "candidates", "silenced", "tau_h"
-    sums |= {name: counts[name] for name in names if counts[name] is not None}
+    sums |= {x: counts[x] for x in ("candidates", "silenced", "tau_h") if counts[x] is not None}
     return optimizer, choice.keep, sums
 
 
@@ -89,7 +80,6 @@ STAPO = {"method": "stapo", "tau_p": 0.005}  # pi_old has one token fewer below 
     [
         (STAPO, 0, 1),
         (STAPO, 0, 60),
-        (STAPO, 0, 10_000),
         ({"method": "stapo", "quantile_over": "all"}, 1, 100),
         ({"method": "grpo", "beta": 0.1}, 0, 100),
         *(({"method": method}, 1, 100) for method in METHODS.keys() - {"stapo", "grpo"}),
@@ -103,19 +93,14 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget):
     batch, current = make_mini_batch(model, seed)
     order = torch.randperm(len(batch.ids))
     batch, current = batch.take(order), TokenStats(*(values[order] for values in current))
-    responses = responses_of(batch)
+    responses, ref_logp = responses_of(batch), current.logp - 0.2
     draws = [generator(seed, "noise") for seed in batch.seeds.tolist()]  # a number for each token
     noise = [torch.rand(len(r.ids), generator=draw) for r, draw in zip(responses, draws)]
     if options["method"] == "grpo":
-        batch = replace(batch, ref_logp=current.logp - 0.2)
-    old_logp, ref_logp = (
-        [row[here] for row, here in zip(values, batch.mask)]
-        for values in (batch.old.logp, current.logp - 0.2)
-    )
-    given = {"noise": noise, "ref_logp": ref_logp}
-    loss, expected = method_loss(
-        model, responses, batch.advantages.tolist(), old_logp, **given, **options
-    )
+        batch = replace(batch, ref_logp=ref_logp)
+    old, ref = ([r[m] for r, m in zip(x, batch.mask)] for x in (batch.old.logp, ref_logp))
+    given = options | {"noise": noise, "ref_logp": ref}
+    loss, expected = method_loss(model, responses, batch.advantages.tolist(), old, **given)
     flags = options | {"tokens_per_micro_batch": budget}
     optimizer, keep, sums = updated(model, batch, current, **flags)
     assert {key: float(sums[key]) for key in expected} == pytest.approx(expected, rel=1e-4)
@@ -126,7 +111,7 @@ def test_update_is_one_loss_over_the_mini_batch(model, options, seed, budget):
     if options["method"] in ("stapo", "high-entropy", "random"):
         assert sums["silenced"] > 3
     if options["method"] in ("high-entropy", "random"):  # as many as STAPO, and others
-        as_stapo = chosen(METHODS["stapo"], batch, current)
+        as_stapo = METHODS["stapo"](replace(batch, old=current), None, Config())
         assert keep.sum() == as_stapo.keep.sum() and not torch.equal(keep, as_stapo.keep)
 
 
@@ -191,10 +176,9 @@ def test_p_and_h_are_the_current_policys_where_the_method_asks_for_them(model):
     batch, current = make_mini_batch(model)
     batch = replace(batch, old=TokenStats(*(values + 1 for values in batch.old)))
     right, cfg = batch.advantages > 0, Config(quantile_over="all", tokens_per_micro_batch=60)
-    asked = {"stapo": right | True, "20-entropy": right | True}
-    asked |= {"justrl": right & False, "grpo": right & False}
-    for method in METHODS:
-        fresh = asked.get(method, right)
+    others = {"stapo": right | True, "20-entropy": right | True}
+    others |= {"justrl": right & False, "grpo": right & False}
+    for method, fresh in (dict.fromkeys(METHODS, right) | others).items():
         rows.clear()
         assert METHODS[method](batch, None, cfg).stats is batch.old and not rows
         found = METHODS[method](batch, policy, cfg).stats
@@ -256,18 +240,15 @@ def test_epochs_visit_every_problem_once():
 
 
 def test_two_steps_without_a_finite_update_end_the_run(tmp_path, monkeypatch):
-    """Steps 1 and 3 are without one, and so is step 4. The run is saved, and can be continued."""
+    """Steps 1 and 3 are without one, and so is step 4. The run is saved."""
     norms = iter(torch.tensor([math.nan, math.inf, 1.0, math.nan] + 4 * [math.nan]))
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
-        with pytest.raises(SystemExit, match="step 4: no update of two steps in a row was finite$"):
-            run(tmp_path / "run", "--steps 6")
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
+    with pytest.raises(SystemExit, match="step 4: no update of two steps in a row was finite$"):
+        run(tmp_path / "run", "--steps 6")
     found = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_updates"] for row in found] == [2, 1, 2, 2]
     assert [row["grad_norm"] for row in found] == [None] * 4  # JSON has no NaN and no infinity
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000004"]
-    stapo.main(f"--resume {tmp_path}/run --steps 5".split())
-    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")][4:] == [5]
 
 
 def test_rewards_far_from_zero_keep_their_differences(tmp_path):
@@ -292,31 +273,17 @@ def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):
     assert said in capsys.readouterr().out and kept < len(lengths)
 
 
-def test_a_chat_template_is_the_runs_own(tmp_path, capsys):
-    """The checkpoint's tokenizer has it; a resumed run keeps it, whatever the file says."""
-    template = "{{ messages[0].content }} =\n"
-    (tmp_path / "own.jinja").write_text(template)
-    run(tmp_path / "run", f"--steps 1 --chat_template {tmp_path}/own.jinja")
-    again = f"--resume {tmp_path}/run --steps 2"
-    assert "-> 'none'" in refused(capsys, f"{again} --chat_template none")
-    (tmp_path / "own.jinja").write_text(f"Another. {template}")
-    stapo.main(again.split())
-    saved = rollout.load_tokenizer(str(tmp_path / "run/checkpoints/step_000002"))
-    assert saved.chat_template == template
+def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, capsys):
+    """With a reward and a chat template of one's own. An evaluation changes no step.
 
-
-@pytest.mark.parametrize("own", [False, True])
-def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, own):
-    """With this project's grader, and with a reward and a chat template of one's own.
-
-    An evaluation changes no step.
+    A resumed run keeps its template, whatever the file says.
     """
-    rows = (TINY / "test.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(rows[:6]))
+    write_rows(tmp_path / "few.jsonl", *read_rows(TINY / "test.jsonl")[:6])
     source = "def of_problem(response, row):\n    return len(row['problem'] + response) % 2\n"
     (tmp_path / "own.py").write_text(source)
-    (tmp_path / "own.jinja").write_text("{{ messages[0].content }} =\n")
-    both = f"--reward {tmp_path}/own.py:of_problem --chat_template {tmp_path}/own.jinja" * own
+    template = "{{ messages[0].content }} =\n"
+    (tmp_path / "own.jinja").write_text(template)
+    both = f"--reward {tmp_path}/own.py:of_problem --chat_template {tmp_path}/own.jinja"
     found = run(tmp_path / "run", f"--eval_every 2 --eval_benchmarks {tmp_path}/few.jsonl {both}")
     assert [line["step"] for line in found if "eval" in line] == [0, 2]
     run(tmp_path / "without", both)
@@ -326,6 +293,12 @@ def test_evaluations_of_a_run_are_those_of_eval_py(tmp_path, own):
     evaluation.main(flags.split())
     expected = json.loads((tmp_path / "eval/scores.json").read_text())["scores"]["training"]
     assert found[0]["eval"] == expected and expected["few"]["mean"] > 0
+    again = f"--resume {tmp_path}/without --steps 3"
+    assert "-> 'none'" in refused(capsys, f"{again} --chat_template none")
+    (tmp_path / "own.jinja").write_text(f"Another. {template}")
+    stapo.main(again.split())
+    saved = rollout.load_tokenizer(str(checkpoints(tmp_path / "without")[-1]))
+    assert saved.chat_template == template
 
 
 def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
@@ -339,5 +312,4 @@ def test_dropout_is_off_and_gradient_checkpointing_changes_nothing(tmp_path):
     found = [run(tmp_path / on, f"{flags} {on}")[-1] for on in ("true", "false")]
     for line in found:
         assert line["ratio_mean"] == pytest.approx(1, abs=1e-5) and line["grad_norm"] > 0
-        assert line["clip_low"] == line["clip_high"] == 0
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import ROOT, TINY, example, make_random_model
+from helpers import ROOT, SHAPE, TINY, example, make_random_model, read_rows
 from ranks import launch
 from reference import method_loss, plain_head
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
@@ -54,8 +54,8 @@ def reward(completion_ids, **_) -> list[float]:
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
-def problems(count: int):
-    rows = [json.loads(x) for x in (TINY / "train.jsonl").read_text().splitlines()[:count]]
+def problems():
+    rows = read_rows(TINY / "train.jsonl")[: 2 * PROMPTS]
     return trl_stapo.Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows])
 
 
@@ -84,7 +84,7 @@ def make_trainer(
         model or load_model(str(TINY)),
         reward,
         trl_stapo.GRPOConfig(**small | options),
-        train_dataset=problems(2 * PROMPTS),
+        train_dataset=problems(),
         processing_class=load_tokenizer(str(TINY)),
         peft_config=peft_config,
     )
@@ -111,10 +111,6 @@ def mini_batch(slices: list[dict]) -> tuple[list, list, list]:
     return responses, torch.cat([batch["advantages"] for batch in slices]).tolist(), old_logp
 
 
-def silenced(batch: dict) -> int:
-    return int((batch["completion_mask"].bool() & ~batch["keep"]).sum())
-
-
 class Check(TrainerCallback):
     """Each step's mask and gradient: from whole logits in float64, one response at a time."""
 
@@ -126,7 +122,7 @@ class Check(TrainerCallback):
         plain = load_model(str(TINY))
         plain.load_state_dict(model.state_dict())
         loss, true = method_loss(plain, *mini_batch(slices), method="stapo")
-        counts = [*map(silenced, slices)]
+        counts = [int((x["completion_mask"].bool() & ~x["keep"]).sum()) for x in slices]
         assert sum(counts) == true["silenced"] and len(set(counts)) > 2
         gradients = torch.autograd.grad(loss, [*plain.parameters()])
         for ours, theirs in zip(model.parameters(), gradients, strict=True):
@@ -187,12 +183,11 @@ def test_bfloat16_layers_and_a_float32_head(tmp_path):
     with torch.no_grad():
         logp, entropy = trainer.statistics(model, batch)
     assert seen["layer"].dtype == torch.bfloat16
-    targets, mask = batch["completion_ids"].flatten(), batch["completion_mask"].bool()
-    weight = model.get_output_embeddings().weight.detach()
-    flat = seen["last"][:, -width:].flatten(0, 1)
-    for ours, true in zip((logp, entropy), plain_head(flat, weight, targets)):
-        true = true.view_as(ours)[mask].float()
-        torch.testing.assert_close(ours[mask], true, rtol=1e-5, atol=1e-5)
+    mask = batch["completion_mask"].bool()
+    hidden, targets = seen["last"][:, -width:][mask], batch["completion_ids"][mask]
+    true = plain_head(hidden, model.lm_head.weight.detach(), targets)
+    for ours, theirs in zip((logp, entropy), true):
+        torch.testing.assert_close(ours[mask], theirs.float(), rtol=1e-5, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------- refused
@@ -209,15 +204,10 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
 
 
 def test_a_routers_loss_is_refused_by_name(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 320, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen3MoeConfig(**sizes, head_dim=16, num_experts_per_tok=2, router_aux_loss_coef=0.5)
-    for coefficient in (None, 0.25):
-        model = Qwen3MoeForCausalLM(config)
-        said = f"^router_aux_loss_coef={coefficient or 0.5}: STAPO needs 0.0$"
-        with pytest.raises(ValueError, match=said):
-            make_trainer(tmp_path, model=model, router_aux_loss_coef=coefficient)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**SHAPE, head_dim=8, **experts, router_aux_loss_coef=0.5)
+    with pytest.raises(ValueError, match="^router_aux_loss_coef=0.5: STAPO needs 0.0$"):
+        make_trainer(tmp_path, model=Qwen3MoeForCausalLM(config), router_aux_loss_coef=None)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +263,7 @@ def test_a_command_of_the_page_has_the_prompts_and_stops_of_stapo(tmp_path, comm
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(tmp_path / "model")
-    problem = json.loads((TINY / "train.jsonl").read_text().splitlines()[0])["problem"]
-    ids = encode_prompt(tokenizer, problem, "Think.")
+    ids = encode_prompt(tokenizer, read_rows(TINY / "train.jsonl")[0]["problem"], "Think.")
     own = f"""--model_name_or_path {tmp_path}/model --data {TINY}/train.jsonl --instruction Think.
         --output_dir {tmp_path} --max_prompt_tokens {len(ids)} --tau_p 0.01 --q 0.5 --use_cpu"""
     trainer = trl_stapo.make_trainer([*command, *own.split()])
@@ -302,7 +291,7 @@ def test_the_pages_trainer_and_its_check(tmp_path, monkeypatch):
     given |= {"use_cpu": True, "report_to": [], "max_completion_length": 16, "num_iterations": 2}
     given |= {"output_dir": str(tmp_path), "save_strategy": "no", "learning_rate": 1e-3}
     monkeypatch.setattr(trl, "GRPOConfig", lambda folder, **page: real(**page | given))
-    names = {"model": str(TINY), "dataset": problems(64), "reward": reward}
+    names = {"model": str(TINY), "dataset": problems(), "reward": reward}
     exec(example("trl"), names)
     args = names["trainer"].args
     assert names["trainer"].tau_p == 0.002 and args.bf16 and args.steps_per_generation == 64
