@@ -110,9 +110,7 @@ class EvalConfig:
     output: str = flag("", "directory of the results (empty: runs/eval-<model>)")
 
 
-def load_benchmarks(
-    names: list[str], samples: int = 0, limit: int = 0, whole_rows: bool = False
-) -> Suite:
+def load_benchmarks(names: list[str], samples: int = 0, whole_rows: bool = False) -> Suite:
     """Load benchmarks by name or from files: {benchmark: problems}. Raises InputError.
 
     A file with the name of one of the six, such as aime24.jsonl, is that benchmark. With
@@ -130,7 +128,7 @@ def load_benchmarks(
         own_rows = whole_rows and key not in known
         source = benchmark.hub if name in known else name
         problems = load_problems(source, benchmark.split, whole_rows=own_rows)
-        suite[benchmark._replace(samples=samples or benchmark.samples)] = problems[: limit or None]
+        suite[benchmark._replace(samples=samples or benchmark.samples)] = problems
     return suite
 
 
@@ -150,13 +148,16 @@ def parse_decodings(texts: list[str]) -> Decodings:
 # ----------------------------------------------------------------------------- sampling and grading
 
 
-def problems_by_key(suite: Suite, decodings: Decodings) -> dict[Key, dict]:
-    """Return {key: problem} for every response of an evaluation, in the order of the tables."""
+def problems_by_key(suite: Suite, decodings: Decodings, limit: int) -> dict[Key, dict]:
+    """Return {key: problem} for every response of an evaluation, in the order of the tables.
+
+    Of each benchmark the first `limit` problems count (0: all).
+    """
     return {
         Key(benchmark.key, decoding, number, sample): problem
         for decoding, (temperature, _) in decodings.items()
         for benchmark, problems in suite.items()
-        for number, problem in enumerate(problems)
+        for number, problem in enumerate(problems[: limit or None])
         for sample in range(benchmark.samples if temperature else 1)  # greedy ones are all alike
     }
 
@@ -184,7 +185,7 @@ def sample_suite(
             encode_prompt(tokenizer, problems[key]["problem"], cfg.instruction) for key in keys
         ]
         longest = max(all_list(max(map(len, prompts), default=0)))
-        check_length(model.config, longest, cfg.max_new_tokens, "--max_new_tokens")
+        check_length(model.config, longest, cfg.max_new_tokens)
         for index, response in rollout.sample(
             model,
             tokenizer,
@@ -212,8 +213,8 @@ def grade(sampled: Rows, problems: dict[Key, dict], reward: Reward) -> Rows:
     """
     share = list(problems)[rank() :: world_size()]
     texts = [sampled[key]["response"] for key in share]
-    values = dict(zip(share, reward_all(reward, texts, [problems[key] for key in share])))
-    values = {key: value for each in all_list(values) for key, value in each.items()}
+    mine = reward_all(reward, texts, [problems[key] for key in share])
+    values = all_rows(dict(zip(share, mine)))
     rows = {}
     for key, problem in problems.items():
         row = sampled[key]
@@ -236,14 +237,14 @@ def evaluate(
     Returns ({benchmark: scores}, rows of all responses) on every rank. cfg: stapo.py's flags.
     """
     decodings = {"training": DECODINGS["training"]}
-    problems = problems_by_key(suite, decodings)
+    problems = problems_by_key(suite, decodings, cfg.eval_limit)
     sampled = dict(sample_suite(model, tokenizer, problems, decodings, cfg))
     rows = grade(all_rows(sampled), problems, reward)
     return summarize(rows)["training"], [key._asdict() | row for key, row in rows.items()]
 
 
-def all_rows(mine: Rows) -> Rows:
-    """The rows of all ranks."""
+def all_rows(mine: dict[Key, Any]) -> dict[Key, Any]:
+    """What all ranks have."""
     return {key: row for each in all_list(mine) for key, row in each.items()}
 
 
@@ -378,12 +379,18 @@ def check_flags(cfg: EvalConfig) -> None:
         raise InputError(f"--model {cfg.model}: is a run; give a checkpoint, such as {saved[-1]}")
 
 
-def stored_rows(folder: Path, cfg: EvalConfig, made_from: dict[str, Any]) -> Rows:
+def stored_rows(folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite) -> Rows:
     """Read the responses that are in the folder, and write flags.json.
 
-    made_from: what responses depend on, as text. Raises InputError if the folder has responses of
-    other weights, flags or problems, or files that are not of an evaluation.
+    Raises InputError if the folder has responses of other weights, flags or problems, or files that
+    are not of an evaluation.
     """
+    made_from = {f"--{name}": getattr(cfg, name) for name in ("max_new_tokens", "seed")}
+    made_from |= {"--model": weights_of(cfg.model), "--instruction": cfg.instruction}
+    made_from["--chat_template"] = fingerprint(tokenizer.chat_template)
+    for benchmark, problems in suite.items():  # without the answers: one may be mended
+        texts = fingerprint([problem["problem"] for problem in problems])
+        made_from[f"benchmark {benchmark.key}"] = texts
     file = folder / "flags.json"
     if not file.exists():
         must_be_empty(folder, "name")
@@ -405,23 +412,13 @@ def run(cfg: EvalConfig) -> None:
     """Sample, grade, write and print. Raises InputError."""
     check_flags(cfg)
     decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
-    suite = load_benchmarks(cfg.benchmarks, cfg.samples, whole_rows=bool(cfg.reward))
+    suite = load_benchmarks(cfg.benchmarks, cfg.samples, bool(cfg.reward))
     name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
     folder = Path(cfg.output or f"runs/eval-{name}").resolve()  # a reward may change directory
     model, tokenizer = load(cfg.model, cfg.chat_template)
-    made_from = {f"--{name}": getattr(cfg, name) for name in ("max_new_tokens", "seed")}
-    made_from["--instruction"] = cfg.instruction
-    made_from["--chat_template"] = fingerprint(tokenizer.chat_template)
-    for benchmark, problems in suite.items():  # without the answers: one may be mended
-        texts = fingerprint([problem["problem"] for problem in problems])
-        made_from[f"benchmark {benchmark.key}"] = texts
-    suite = {benchmark: problems[: cfg.limit or None] for benchmark, problems in suite.items()}
-
-    def read() -> Rows:
-        return stored_rows(folder, cfg, {"--model": weights_of(cfg.model)} | made_from)
-
-    rows = on_rank_0(read)  # before any rank writes
-    problems = problems_by_key(suite, decodings)
+    # Before any rank writes.
+    rows = on_rank_0(lambda: stored_rows(folder, cfg, tokenizer, suite))
+    problems = problems_by_key(suite, decodings, cfg.limit)
     missing = {key: problem for key, problem in problems.items() if key not in rows}
     file = folder / f"responses.rank{rank()}.jsonl"
     with file.open("a") as lines:

@@ -9,7 +9,6 @@
    `HeadStats` of support/head.py computes p and H from hidden states.
 """
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -174,12 +173,9 @@ def sample(
         sampled = generate(model, prompts, config, custom_generate=loop)
     else:
         sampled = generate_in_batches(model, prompts, config, size, seeds)
-    bar = track(None, progress, len(prompts))
-    with contextlib.closing(bar), contextlib.closing(sampled):
-        for index, ids in sampled:
-            bar.update()
-            text = to_text(tokenizer, ids, skip_special=True)
-            yield index, Response(prompts[index], ids, ids[-1] not in stops, text)
+    for index, ids in track(sampled, progress, len(prompts)):
+        text = to_text(tokenizer, ids, skip_special=True)
+        yield index, Response(prompts[index], ids, ids[-1] not in stops, text)
     if model.device.type == "cuda":
         # Give the cache's memory back to the GPU. Otherwise gradients and AdamW's moments would be
         # put into pieces of it, and no free piece would be large enough for the next cache.

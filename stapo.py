@@ -28,7 +28,6 @@ tests/test_paper.py repeats Algorithm 1 in plain code. tests/test_distributed.py
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import sys
@@ -906,9 +905,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     reward = load_reward(cfg.reward)
     whole_rows = bool(cfg.reward)  # a reward of your own can read every column
     benchmarks = cfg.eval_benchmarks if cfg.eval_every else []
-    suite = evaluation.load_benchmarks(
-        benchmarks, samples=cfg.eval_samples, limit=cfg.eval_limit, whole_rows=whole_rows
-    )
+    suite = evaluation.load_benchmarks(benchmarks, cfg.eval_samples, whole_rows)
     problems = load_problems(cfg.data, whole_rows=whole_rows)
     for problem in progress.track(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
@@ -919,7 +916,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     progress.say(f"{cfg.data}: {counts}")
     longest = max(len(problem["prompt_ids"]) for problem in kept)
     config = load_config(name)
-    check_length(config, longest, cfg.max_new_tokens, "--max_new_tokens")
+    check_length(config, longest, cfg.max_new_tokens)
     if config.get_text_config() is not config:
         progress.log(f"{name}: only its language model is trained and saved, no other parts")
     rows = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
@@ -970,18 +967,16 @@ def train(cfg: Config) -> None:
     check_flags(cfg)
     # --resume has set cfg.output. The process id: several runs can start in the same second.
     output = cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.method}-{os.getpid()}"
-    run = RunFolder(ranks.broadcast(output), asdict(cfg))
+    run = RunFolder(ranks.broadcast(output), cfg)
     task = load_task(cfg, run.checkpoint)
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
     run.begin(task.data_fingerprint)
     tracker = progress.Tracker(cfg.report_to, run.path, run.id, run.step, asdict(cfg))
     without_update = 0  # steps in a row
     with StopSignals() as stop:
-        for number in itertools.count(run.step + 1):
+        evaluate_if_due(run, policy, task, cfg, tracker)  # before step 1, or left out by a stop
+        for number in range(run.step + 1, cfg.steps + 1):
             if stop.asked():
-                break
-            evaluate_if_due(run, policy, task, cfg, tracker)  # after a step, or before step 1
-            if number > cfg.steps or stop.asked():
                 break
             lr = cfg.lr * min(1, number / max(1, cfg.warmup_steps))
             for group in optimizer.param_groups:  # the flags win over those of a checkpoint
@@ -996,13 +991,14 @@ def train(cfg: Config) -> None:
             all_skipped = line["skipped_updates"] == len(step.updates)
             without_update = without_update + 1 if all_skipped else 0
             if without_update == 2:
-                break
+                run.save(policy.model, optimizer, task.tokenizer)
+                raise InputError(f"step {number}: no update of two steps in a row was finite")
+            if not stop.asked():
+                evaluate_if_due(run, policy, task, cfg, tracker)
         run.save(policy.model, optimizer, task.tokenizer)
     tracker.finish()
     stopped = run.step < cfg.steps or run.evaluation_is_due()
     progress.report_run(run.lines(), cfg.steps, output, stopped)
-    if without_update == 2:
-        raise InputError(f"step {run.step}: no update of two steps in a row was finite")
     if stopped:
         sys.exit(130)
 

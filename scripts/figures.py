@@ -57,7 +57,7 @@ FIGURES = {
     },
 }
 INCIDENTAL = set(  # the seed, and what does not change what a run computes, except by rounding
-    "seed output resume versions id changes steps save_every keep_last log_samples threads "
+    "seed output resume versions id steps save_every keep_last log_samples threads "
     "report_to eval_every eval_benchmarks eval_limit eval_samples rollout_batch_size "
     "tokens_per_micro_batch gradient_checkpointing".split()
 )
@@ -126,6 +126,8 @@ def group_runs(paths: list[Path]) -> list[Group]:
         config = json.loads((path / "config.json").read_text("utf-8"))
         flags = {key: config[key] for key in sorted(config) if key not in INCIDENTAL}
         flags["data"] = flags.pop("data_fingerprint")  # the same problems, wherever they are
+        may_change = INCIDENTAL | {"step", "data", "model"}
+        flags["changes"] = [each for each in config["changes"] if each.keys() - may_change]
         runs = runs_of[json.dumps(flags)]
         if config["seed"] in runs:
             raise ValueError(f"{path}: another run has its flags and its seed; give one of them")

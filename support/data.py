@@ -39,9 +39,9 @@ def load_problems(
             raise InputError(f"{source}: row {number} is no JSON object")
         texts = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
         problem = next(filter(None, texts), "")
-        texts = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
-        answer = next(filter(None, texts), "")
-        if not problem or (None in texts and not answer and not whole_rows):
+        answers = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
+        answer = next(filter(None, answers), "")
+        if not problem or (None in answers and not answer and not whole_rows):
             what = f"has no problem or no answer in its columns {', '.join(row)}"
             raise InputError(f"{source}: row {number} {what}; {READ}")
         if answer or whole_rows:

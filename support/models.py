@@ -80,8 +80,8 @@ def load_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int, flag: str) -> None:
-    """Raise InputError, naming `flag`, if a response could outgrow the model's positions.
+def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int) -> None:
+    """Raise InputError if a response could outgrow the model's positions.
 
     config: the model's; longest: the tokens of the longest prompt. A config without a number of
     positions refuses nothing.
@@ -90,7 +90,7 @@ def check_length(config: PreTrainedConfig, longest: int, max_new_tokens: int, fl
     if positions and longest + max_new_tokens > positions:
         what = f"the longest prompt has {longest} tokens and the model {positions} positions"
         fit = max(0, positions - longest)
-        raise InputError(f"{flag} {max_new_tokens}: {what}, so at most {fit} fit")
+        raise InputError(f"--max_new_tokens {max_new_tokens}: {what}, so at most {fit} fit")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from support import installed, ranks
 from support.ranks import rank
 
 
-def track(items: Iterable | None, name: str | None, total: int | None = None) -> tqdm:
+def track(items: Iterable, name: str | None, total: int | None = None) -> tqdm:
     """Iterate over items with a bar, which is removed at its end. Without a name it is silent."""
     silent = name is None or rank() > 0 or not sys.stderr.isatty()
     return tqdm(items, total=total, desc=name, leave=False, disable=silent)

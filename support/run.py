@@ -11,7 +11,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, asdict, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,8 @@ def parse_flags(
         given = parser.given(argv)
         if not given.get("resume"):
             return config(**defaults(given) | given)
+        if "output" in given:
+            raise InputError("--output: a resumed run stays in its directory; leave this flag out")
         stored = flags_of_run(config, Path(given["resume"]))
         return config(**stored | given | {"output": given["resume"]})
 
@@ -131,21 +133,28 @@ def flags_of_run(config: type, run: Path) -> dict[str, Any]:
 class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
-    `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `flags`
-    are all flags of the program. `id` is the run's name for trackers. Raises InputError.
+    `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `cfg` has
+    the flags of the program. `id` is the run's name for trackers. Raises InputError.
     """
 
-    def __init__(self, output: str, flags: dict[str, Any]):
-        self.path, self.flags = Path(output).resolve(), flags  # a reward may change the directory
+    def __init__(self, output: str, cfg: Any):
+        self.path, self.cfg = Path(output).resolve(), cfg  # a reward may change the directory
         self.checkpoint = on_rank_0(self.find_checkpoint)
         self.step = int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
         self.saved = self.step
 
     def find_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint. Raises InputError if a new run finds files."""
-        if not self.flags["resume"]:
+        """Return the newest checkpoint.
+
+        Raises InputError if a new run finds files, or a resumed run finds steps and no checkpoint.
+        """
+        if not self.cfg.resume:
             must_be_empty(self.path, f"continue a run with --resume {self.path}, or name")
-        return max(checkpoints(self.path), default=None)
+        newest = max(checkpoints(self.path), default=None)
+        if newest is None and any(line["step"] > 0 for line in self.lines()):
+            what = "holds no checkpoint; start anew in another --output"
+            raise InputError(f"--resume {self.path}: {what}")
+        return newest
 
     def begin(self, data_fingerprint: str) -> None:
         """Write config.json, and cut records back to the checkpoint: later steps come again.
@@ -162,7 +171,8 @@ class RunFolder:
         A resumed run can have other flags than before. They are printed, and `changes` in
         config.json has them with the last step before them.
         """
-        file, now = self.path / "config.json", self.flags | {"data_fingerprint": data_fingerprint}
+        file = self.path / "config.json"
+        now = asdict(self.cfg) | {"data_fingerprint": data_fingerprint}
         stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
         changed = {
             name: [stored[name], value]
@@ -203,7 +213,7 @@ class RunFolder:
 
     def evaluation_is_due(self) -> bool:
         """Whether the last whole step (0: none yet) must be evaluated, and was not yet."""
-        every = self.flags["eval_every"]  # 0: never
+        every = self.cfg.eval_every  # 0: never
         return every > 0 and self.step % every == 0 and self.step > self.evaluated_step
 
     def end_evaluation(self, scores: dict[str, dict], rows: list[dict]) -> None:
@@ -220,7 +230,7 @@ class RunFolder:
 
     def save_is_due(self) -> bool:
         """Whether the last whole step needs a checkpoint. An evaluation has one before it."""
-        every = self.flags["save_every"]  # 0: never
+        every = self.cfg.save_every  # 0: never
         return self.evaluation_is_due() or (every > 0 and self.step % every == 0)
 
     def save(self, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:
@@ -230,7 +240,7 @@ class RunFolder:
             save_checkpoint(folder, model, optimizer, tokenizer)
             self.saved = self.step
             if rank() == 0:
-                for old in checkpoints(self.path)[: -self.flags["keep_last"]]:
+                for old in checkpoints(self.path)[: -self.cfg.keep_last]:
                     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -25,7 +25,7 @@ def evaluated(step: int, mean: float, problems: int = 40, **more) -> dict:
 def write_run(path: Path, rows: list[dict], **flags) -> Path:
     path.mkdir()
     config = {"method": "stapo", "seed": 0, "tau_p": 0.002, "q": 0.75, "output": str(path)}
-    config["data_fingerprint"] = "8 problems"
+    config |= {"data_fingerprint": "8 problems", "changes": []}
     (path / "config.json").write_text(json.dumps(config | flags))
     write_rows(path / "metrics.jsonl", *rows)
     return path
@@ -132,6 +132,16 @@ def test_methods_are_compared_seed_by_seed(tmp_path, undrawn, capsys):
         "at step 4",
         f"held-out reward, {forty} -0.350 ± 0.015 over steps 2 to 4, -0.470 ± 0.020 at step 4",
     ]
+
+
+def test_flags_that_changed_in_the_middle_make_a_line_of_their_own(tmp_path):
+    """But not the steps, nor where model and data are."""
+    moved = {"step": 1, "steps": [1, 2], "data": ["a", "b"], "model": ["c", "d"]}
+    changes = [], [moved], [moved | {"tau_p": [0.01, 0.002]}]
+    for seed, each in enumerate(changes):
+        write_run(tmp_path / str(seed), [metrics(1, 0.5)], seed=seed, changes=each)
+    groups = figures.group_runs([tmp_path / str(seed) for seed in range(3)])
+    assert [sorted(group.runs) for group in groups] == [[0, 1], [2]]
 
 
 def test_real_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, undrawn, capsys):

@@ -66,7 +66,6 @@ def whole(tmp_path_factory):
         (35, STOP, 130, [2], "stopped after step 2 of 4; continue with"),
         (43, "raise ValueError", 1, [2], r"stapo.py: --reward .*: ValueError\(\) at .*, line 1"),
         (67, KILL, -9, [2], "step 3 of 4: "),  # step 3 has no checkpoint
-        (30, KILL, -9, [], "step 1 of 4: "),  # no step has one
         (51, "os.chdir(Path(__file__).parent)", 0, [2, 4], "the run is in "),
     ],
 )

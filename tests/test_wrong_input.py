@@ -33,6 +33,8 @@ TRAINING = r"""
 --chat_template {} | --chat_template {}: no text there
 --resume {}/mistyped | mistyped: holds no run
 --resume {}/model | model: holds no run
+--resume {}/early | early: holds no checkpoint; start anew in another --output
+--resume {}/run --output {}/new | --output: a resumed run stays in its directory
 --output {}/run | --output {}/run: holds checkpoints; continue a run with --resume
 @{}/nowhere | No such file
 """
@@ -49,6 +51,7 @@ def folder(tmp_path_factory):
     shutil.copytree(TINY, folder / "model")
     shutil.copytree(TINY, folder / "shell", ignore=lambda *_: ["model.safetensors"])
     run(folder / "run", "--steps 1")
+    shutil.copytree(folder / "run", folder / "early", ignore=lambda *_: ["checkpoints"])
     return folder
 
 
@@ -139,10 +142,10 @@ def test_positions_that_depend_on_other_rows(kind, tmp_path):
 
 def test_responses_fit_in_the_positions():
     config = transformers.LlamaConfig(max_position_embeddings=64)
-    models.check_length(config, 24, 40, "")
-    models.check_length(transformers.MambaConfig(), 24, 10**6, "")  # has no such number
+    models.check_length(config, 24, 40)
+    models.check_length(transformers.MambaConfig(), 24, 10**6)  # has no such number
     with pytest.raises(InputError, match=r"--max_new_tokens 41: .* 24 .* 64 .* at most 40 fit"):
-        models.check_length(config, 24, 41, "--max_new_tokens")
+        models.check_length(config, 24, 41)
 
 
 def test_weights_that_cannot_be_trained(random_model, tmp_path):
