@@ -171,10 +171,10 @@ def sample_suite(
 ) -> Iterator[tuple[Key, dict]]:
     """Sample a response for each of this rank's keys, and yield (key, row) when it ends.
 
-    problems: {key: problem} of all ranks. cfg: the flags of eval.py or of stapo.py. A response
-    depends only on its key and the flags, not on the number of ranks or an interruption, unless
-    `sample` leaves its model to plain `generate`. Raises InputError if a response can outgrow the
-    model.
+    problems: {key: problem} of all ranks. cfg: flags of eval.py or of stapo.py. Both have
+    instruction, max_new_tokens, rollout_batch_size and seed. A response depends only on its key and
+    the flags, not on the number of ranks or an interruption, unless `sample` leaves its model to
+    plain `generate`. Raises InputError if a response can outgrow the model.
     """
     for decoding, (temperature, top_p) in decodings.items():
         # Ranks share by problem, so that the samples of a problem share its prefill.
@@ -283,12 +283,14 @@ Scores = dict[str, dict[str, dict]]  # {decoding: {benchmark: summary}}
 
 def summarize(rows: Rows) -> Scores:
     """Summarize every benchmark: accuracies in percent, lengths in tokens, fractions 0 to 1."""
+    groups: dict[tuple[str, str], dict[int, list[dict]]] = {}  # problem -> its responses
+    for key, row in rows.items():
+        group = groups.setdefault((key.decoding, key.benchmark), {})
+        group.setdefault(key.problem, []).append(row)
     scores: Scores = {}
-    for (name, decoding), group in itertools.groupby(rows.items(), lambda item: item[0][:2]):
-        items = list(group)
-        by_problem = itertools.groupby(items, lambda item: item[0].problem)
-        rights = [[row["correct"] for _, row in samples] for _, samples in by_problem]
-        of_all = [row for _, row in items]
+    for (decoding, name), group in groups.items():
+        rights = [[row["correct"] for row in samples] for samples in group.values()]
+        of_all = [row for samples in group.values() for row in samples]
         scores.setdefault(decoding, {})[name] = accuracy(rights) | {
             "problems": len(rights),
             "samples": len(rights[0]),
@@ -385,9 +387,13 @@ def stored_rows(folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suit
     Raises InputError if the folder has responses of other weights, flags or problems, or files that
     are not of an evaluation.
     """
-    made_from = {f"--{name}": getattr(cfg, name) for name in ("max_new_tokens", "seed")}
-    made_from |= {"--model": weights_of(cfg.model), "--instruction": cfg.instruction}
-    made_from["--chat_template"] = fingerprint(tokenizer.chat_template)
+    made_from = {
+        "--max_new_tokens": cfg.max_new_tokens,
+        "--seed": cfg.seed,
+        "--model": weights_of(cfg.model),
+        "--instruction": cfg.instruction,
+        "--chat_template": fingerprint(tokenizer.chat_template),
+    }
     for benchmark, problems in suite.items():  # without the answers: one may be mended
         texts = fingerprint([problem["problem"] for problem in problems])
         made_from[f"benchmark {benchmark.key}"] = texts

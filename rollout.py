@@ -68,7 +68,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     FSDP2 shards the Policy, except on a single CPU process. Only rank 0 reads the weights, into
     CPU memory.
     """
-    whole = None
+    whole = None  # not a result of `read`: on_rank_0 would send the model to every rank
 
     def read() -> None:
         nonlocal whole

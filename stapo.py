@@ -312,6 +312,7 @@ class Step(NamedTuple):
     """A step of training, for its metrics."""
 
     batch: Batch
+    mini_batches: list[Batch]  # in the order of the updates
     samples: list[dict]  # a row of samples.jsonl for each response
     choices: list[Choice]  # of each mini-batch
     updates: list[dict[str, float]]  # what `update` returned for each mini-batch
@@ -341,13 +342,15 @@ def train_step(
     began = time.monotonic()
     batch, samples = collect(policy, reference, task, step, cfg)
     collected, choices, updates = time.monotonic(), [], []
-    for mini_batch in batch.mini_batches(cfg.batch_size // cfg.mini_batch_size):
+    mini_batches = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
+    for mini_batch in mini_batches:
         # 2. p and H under pi_theta, and from these the mask I. Before any update pi_theta = pi_old.
         choice = choose(mini_batch, policy if updates else None, cfg)
         # 3. One AdamW step up the gradient of J.
         updates.append(update(policy, optimizer, mini_batch, choice, cfg))
         choices.append(choice)
-    return Step(batch, samples, choices, updates, began, collected, ended=time.monotonic())
+    ended = time.monotonic()
+    return Step(batch, mini_batches, samples, choices, updates, began, collected, ended)
 
 
 def collect(
@@ -495,7 +498,7 @@ def update(
     denominator = (counts["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
     has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
     trained = has_gradient.nonzero().flatten()  # (N,) rows
-    sums = dict.fromkeys(("loss", "tokens", "ratio_sum", "kl_sum", "clip_low", "clip_high"), 0.0)
+    sums = Counter(loss=0.0)  # micro_batch_sums has the other names
     policy.train()
     optimizer.zero_grad()
     parts = micro_batches(batch.lengths[trained].tolist(), cfg.tokens_per_micro_batch)
@@ -675,9 +678,8 @@ GRPO = {"grpo"}  # methods with grpo_loss and a KL term; all others have clipped
 def step_metrics(step: Step, tau_p: float) -> dict[str, float | None]:
     """Return the metrics of a step, the same on every rank except the seconds and the memory."""
     line = entropy_metrics(step.batch) | rollout_metrics(step.batch, tau_p)
-    mini_batches = step.batch.mini_batches(len(step.choices))
     return line | {
-        **update_metrics(mini_batches, step.choices, step.updates),
+        **update_metrics(step.mini_batches, step.choices, step.updates),
         "rollout_seconds": step.collected - step.began,
         "update_seconds": step.ended - step.collected,
         "tokens_per_second": line["tokens"] / (step.ended - step.began),

@@ -39,6 +39,7 @@ def load_problems(
             raise InputError(f"{source}: row {number} is no JSON object")
         texts = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
         problem = next(filter(None, texts), "")
+        # None: of no kind that is read. "": the row says that there is no answer.
         answers = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
         answer = next(filter(None, answers), "")
         if not problem or (None in answers and not answer and not whole_rows):

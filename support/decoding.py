@@ -162,7 +162,7 @@ def decoding_loop(
         # 2. Every row gets a few tokens.
         tokens = decode(forward, cache, running, steps, draw).tolist()
         for row, ids in zip(running, tokens, strict=True):
-            if min(ids) < 0:
+            if min(ids) < 0:  # next_token's sign of a NaN logit
                 raise InputError(NAN_LOGITS)
             row.ids += until_stop(ids, stops)
         # 3. Rows that have ended leave, and the row in the last slot moves into the free slot. The

@@ -68,8 +68,8 @@ def report_environment() -> None:
 def report_step(line: dict, sample: dict, total: int) -> None:
     """Print a few metrics of a step and the time left, and in some steps a response.
 
-    line: the step's metrics; sample: a row of samples.jsonl; total: the steps of the run. The time
-    left is that of steps like this one, without checkpoints and evaluations.
+    line: of stapo.step_metrics; sample: a row of samples.jsonl; total: the steps of the run. The
+    time left is that of steps like this one, without checkpoints and evaluations.
     """
     step, seconds = line["step"], line["rollout_seconds"] + line["update_seconds"]
     text = f"accuracy {line['accuracy']:.1%}, length {line['response_length']:.1f}, "

@@ -107,8 +107,8 @@ def world_size() -> int:
 
 def all_sum(values: dict[str, Any]) -> dict[str, float]:
     """Sums over ranks of numbers or 0-dim tensors, in float64, which keeps counts exact."""
-    ranks = all_list({name: float(value) for name, value in values.items()})
-    return {name: sum(each[name] for each in ranks) for name in values}
+    of_ranks = all_list({name: float(value) for name, value in values.items()})
+    return {name: sum(each[name] for each in of_ranks) for name in values}
 
 
 def all_cat(values: torch.Tensor) -> torch.Tensor:

@@ -133,8 +133,9 @@ def flags_of_run(config: type, run: Path) -> dict[str, Any]:
 class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
-    `step` is the last whole step. `checkpoint` is the folder to continue from, or None. `cfg` has
-    the flags of the program. `id` is the run's name for trackers. Raises InputError.
+    `step` is the last whole step. `checkpoint` is the folder to continue from, or None. Of `cfg` it
+    reads resume, eval_every, save_every and keep_last. `begin` comes before the other methods, and
+    sets `id`, the run's name for trackers, and `evaluated_step`. Raises InputError.
     """
 
     def __init__(self, output: str, cfg: Any):
