@@ -5,12 +5,12 @@
     torchrun --nproc-per-node 8 eval.py --model M
     python scripts/verify.py --folder runs/eval-M        # the paper's verifier, after one of these
 
-An evaluation has four parts, in the order of this file:
+An evaluation has four parts. `run`, near the end, calls them:
 
-1. Load the problems of every benchmark.
-2. Sample responses. Each rank writes a response to a file of its own when it ends.
-3. Grade all responses, even those that were sampled earlier.
-4. Write samples.jsonl, scores.json and table.md.
+1. Load the problems of every benchmark: `load_benchmarks`.
+2. Sample responses: `sample_suite`. Each rank writes a response to a file of its own when it ends.
+3. Grade all responses, even those that were sampled earlier: `grade`, `summarize`.
+4. Write samples.jsonl, scores.json and table.md: `results_table`, `details_table`.
 
 After Ctrl-C or a crash the same command goes on with the responses that are there, on any number of
 ranks. flags.json beside them says what they were made from. Another model, template, length, seed
@@ -322,24 +322,23 @@ def results_table(model: str, grader: str, suite: Suite, scores: Scores) -> str:
 
 def details_table(suite: Suite, scores: Scores) -> str:
     """Write the details in Markdown: a row for each benchmark and decoding."""
-    header = "benchmark, decoding, problems x samples, mean@N, pass@N, tokens, truncated, no box"
-    rows = [header.split(", ")]
+    rows = []
     for decoding in scores:
         for benchmark in suite:
             summary = scores[decoding][benchmark.key]
             rows.append(
-                [
-                    benchmark.title,
-                    decoding,
-                    f"{summary['problems']} x {summary['samples']}",
-                    progress.with_error(summary, digits=2),
-                    f"{summary['pass_at_k'][summary['samples']]:.2f}",
-                    f"{summary['response_length']:.1f}",
-                    f"{summary['truncated_fraction']:.1%}",
-                    f"{summary['no_box_fraction']:.1%}",
-                ]
+                {
+                    "benchmark": benchmark.title,
+                    "decoding": decoding,
+                    "problems x samples": f"{summary['problems']} x {summary['samples']}",
+                    "mean@N": progress.with_error(summary, digits=2),
+                    "pass@N": f"{summary['pass_at_k'][summary['samples']]:.2f}",
+                    "tokens": f"{summary['response_length']:.1f}",
+                    "truncated": f"{summary['truncated_fraction']:.1%}",
+                    "no box": f"{summary['no_box_fraction']:.1%}",
+                }
             )
-    return markdown(rows)
+    return markdown([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -381,7 +380,7 @@ def check_flags(cfg: EvalConfig) -> None:
         raise InputError(f"--model {cfg.model}: is a run; give a checkpoint, such as {saved[-1]}")
 
 
-def stored_rows(folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite) -> Rows:
+def open_folder(folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite) -> Rows:
     """Read the responses that are in the folder, and write flags.json.
 
     Raises InputError if the folder has responses of other weights, flags or problems, or files that
@@ -397,6 +396,8 @@ def stored_rows(folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suit
     for benchmark, problems in suite.items():  # without the answers: one may be mended
         texts = fingerprint([problem["problem"] for problem in problems])
         made_from[f"benchmark {benchmark.key}"] = texts
+    for decoding, pair in parse_decodings(cfg.decoding).items():
+        made_from[f"--decoding {decoding}"] = list(pair)
     file = folder / "flags.json"
     if not file.exists():
         must_be_empty(folder, "name")
@@ -423,7 +424,7 @@ def run(cfg: EvalConfig) -> None:
     folder = Path(cfg.output or f"runs/eval-{name}").resolve()  # a reward may change directory
     model, tokenizer = load(cfg.model, cfg.chat_template)
     # Before any rank writes.
-    rows = on_rank_0(lambda: stored_rows(folder, cfg, tokenizer, suite))
+    rows = on_rank_0(lambda: open_folder(folder, cfg, tokenizer, suite))
     problems = problems_by_key(suite, decodings, cfg.limit)
     missing = {key: problem for key, problem in problems.items() if key not in rows}
     file = folder / f"responses.rank{rank()}.jsonl"

@@ -498,7 +498,8 @@ def update(
     denominator = (counts["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
     has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
     trained = has_gradient.nonzero().flatten()  # (N,) rows
-    sums = Counter(loss=0.0)  # micro_batch_sums has the other names
+    eps_high = cfg.eps_low if cfg.method in GRPO else cfg.eps_high
+    sums = Counter(loss=0.0)  # ratio_sums has the other names
     policy.train()
     optimizer.zero_grad()
     parts = micro_batches(batch.lengths[trained].tolist(), cfg.tokens_per_micro_batch)
@@ -525,11 +526,19 @@ def update(
                 micro.advantages,
                 kept,
                 eps_low=cfg.eps_low,
-                eps_high=cfg.eps_high,
+                eps_high=eps_high,
                 denominator=denominator,
             )
         loss.backward()
-        for name, value in micro_batch_sums(loss, logp, micro, cfg).items():
+        ratios = ratio_sums(
+            logp,
+            micro.old.logp,
+            micro.advantages,
+            micro.mask,
+            eps_low=cfg.eps_low,
+            eps_high=eps_high,
+        )
+        for name, value in (ratios | {"loss": loss.detach() / world_size()}).items():
             sums[name] += value.double()
     policy.eval()
     totals = all_sum(sums) | {"grad_norm": clip_gradient(policy, cfg.grad_clip)}
@@ -539,21 +548,6 @@ def update(
         optimizer.step()
     policy.zero_grad()  # frees the gradients' memory for the next rollout
     return totals | {"finite": finite}
-
-
-def micro_batch_sums(
-    loss: torch.Tensor, logp: torch.Tensor, micro: Batch, cfg: Config
-) -> dict[str, torch.Tensor]:
-    """Return a micro-batch's part of `loss` and of ratio_sums, over all ranks' tokens."""
-    sums = ratio_sums(
-        logp,
-        micro.old.logp,
-        micro.advantages,
-        micro.mask,
-        eps_low=cfg.eps_low,
-        eps_high=cfg.eps_low if cfg.method in GRPO else cfg.eps_high,
-    )
-    return sums | {"loss": loss.detach() / world_size()}
 
 
 def clip_gradient(policy: Policy, largest: float) -> float:
@@ -939,7 +933,10 @@ def load_models(
         policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused
     )
     if checkpoint:
+        decays = [group["weight_decay"] for group in optimizer.param_groups]
         load_optimizer(checkpoint, policy.model, optimizer)
+        for group, decay in zip(optimizer.param_groups, decays):
+            group["weight_decay"] = decay  # the flags win over those of a checkpoint
     # A checkpoint has this, so other programs stop and sample as training does.
     stops = stop_ids(policy.model, tokenizer)
     policy.model.generation_config = sampling_config(1.0, 1.0, None, stops, tokenizer.pad_token_id)
@@ -981,8 +978,8 @@ def train(cfg: Config) -> None:
             if stop.asked():
                 break
             lr = cfg.lr * min(1, number / max(1, cfg.warmup_steps))
-            for group in optimizer.param_groups:  # the flags win over those of a checkpoint
-                group.update(lr=lr, weight_decay=cfg.weight_decay)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             step = train_step(policy, reference, optimizer, task, number, cfg)
             line = {"step": number, "lr": lr} | step_metrics(step, cfg.tau_p)
             run.end_step(line, step.samples[: cfg.log_samples])

@@ -1,4 +1,4 @@
-"""Helpers of the four programs, which import from here. Nothing here imports one of the four."""
+"""Helpers of the four programs, none of which they import. Read ranks.py first, then run.py."""
 
 import platform
 from importlib.metadata import version

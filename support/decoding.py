@@ -22,6 +22,7 @@ from support import InputError
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
 CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
+ALIGN = 8  # attention kernels want lengths that are a multiple of this
 NAN_LOGITS = "--model: its logits are NaN while sampling; look for weights that are not finite"
 
 
@@ -34,10 +35,10 @@ class SlotCache(Cache):
 
     def __init__(self, longest: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layers=[])  # reports itself empty: a prefill without a mask is causal
-        self.longest, self.device, self.dtype = rounded_up(longest, 8), device, dtype
-        self.slots = self.capacity = 0
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.longest, self.device, self.dtype = rounded_up(longest, ALIGN), device, dtype
+        self.slots = self.capacity = self.visible = 0
+        self.write_index: tuple = ()  # write_to sets it and `visible` before each forward
+        self.keys, self.values = [], []  # a tensor for each layer
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for `length` tokens in each of the first `slots` slots.
@@ -133,7 +134,7 @@ def decoding_loop(
     # Any other processor would change the distribution that responses are drawn from.
     processors = {type(processor).__name__ for processor in logits_processor}
     assert processors <= {"TemperatureLogitsWarper", "TopPLogitsWarper"}, processors
-    # The mask is None if nothing is padded. `generate` sees the mask only if it is no parameter.
+    # Were the mask a parameter here, `generate` would not see it. None: nothing is padded.
     mask = inputs.pop("attention_mask")
     starts = [0] * len(prompts) if mask is None else (mask == 0).sum(1).tolist()
     waiting = [
@@ -204,8 +205,7 @@ def prefill(forward: Callable, cache: SlotCache, rows: list[Row], first: int) ->
             ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in batch])  # (B, width)
             positions = torch.arange(width, device=cache.device).expand(len(batch), -1)
             cache.write_to(torch.tensor(slots, device=cache.device)[:, None], positions, visible=0)
-            ids = ids.to(cache.device)
-            forward(input_ids=ids, attention_mask=None, position_ids=positions)
+            forward(input_ids=ids.to(cache.device), attention_mask=None, position_ids=positions)
     if targets:
         cache.copy(sources, targets, length=max(len(rows[slot].prompt) for slot in targets))
 
@@ -224,7 +224,7 @@ def decode(
     uniforms = uniform(seeds, positions + 1)  # (R, steps)
     for step in range(steps):
         position = positions[:, step, None]  # (R, 1)
-        visible = rounded_up(longest + step, 8)  # attention kernels want a multiple of 8
+        visible = rounded_up(longest + step, ALIGN)
         hidden = torch.arange(visible, device=device) > position  # (R, visible)
         mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
@@ -270,7 +270,7 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     keys_and_values = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     # For each id of the vocabulary, when top-p sorts: logits, divided by the temperature too (4
     # bytes each), sorted values and indices (4 and 8), CUDA's buffers (32): 52 bytes.
-    per_row = keys_and_values * rounded_up(length, 8) + 52 * config.vocab_size
+    per_row = keys_and_values * rounded_up(length, ALIGN) + 52 * config.vocab_size
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(batch_size, int(0.8 * free / per_row)))

@@ -134,8 +134,7 @@ class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
     `step` is the last whole step. `checkpoint` is the folder to continue from, or None. Of `cfg` it
-    reads resume, eval_every, save_every and keep_last. `begin` comes before the other methods, and
-    sets `id`, the run's name for trackers, and `evaluated_step`. Raises InputError.
+    reads resume, eval_every, save_every and keep_last. Call `begin` first. Raises InputError.
     """
 
     def __init__(self, output: str, cfg: Any):
@@ -143,6 +142,7 @@ class RunFolder:
         self.checkpoint = on_rank_0(self.find_checkpoint)
         self.step = int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
         self.saved = self.step
+        self.id, self.evaluated_step = "", -1  # `begin` sets them. id: the run's name for trackers
 
     def find_checkpoint(self) -> Path | None:
         """Return the newest checkpoint.

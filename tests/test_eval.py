@@ -231,6 +231,10 @@ def test_responses_of_others_are_refused_by_name(tmp_path, monkeypatch):
         name = flag.replace("--benchmarks", "benchmark few")
         with pytest.raises(SystemExit, match=f"^eval.py: {name}: .*; name another --output$"):
             run(tmp_path / "out", *own, flag, value)
+    with monkeypatch.context() as changed:  # in the code: flags that name other numbers differ
+        changed.setitem(evaluation.DECODINGS, "training", (0.6, 0.95))
+        with pytest.raises(SystemExit, match="^eval.py: --decoding training: "):
+            run(tmp_path / "out", *own)
     assert run_and_read(tmp_path / "out", own) == first and len(fake.asked) == 3
 
 
