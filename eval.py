@@ -244,7 +244,7 @@ def evaluate(
 
 
 def all_rows(mine: dict[Key, Any]) -> dict[Key, Any]:
-    """What all ranks have."""
+    """Merge the dicts of all ranks. Every rank gets the result."""
     return {key: row for each in all_list(mine) for key, row in each.items()}
 
 
@@ -361,7 +361,7 @@ def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
     """Return the instruction, the reward and the length of the run that a checkpoint is from."""
     file = Path(given["model"], "..", "..", "config.json")
     stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    names = {"instruction", "reward", "max_new_tokens"} & stored.keys() - given.keys()
+    names = {"instruction", "reward", "max_new_tokens"} & (stored.keys() - given.keys())
     if taken := {name: stored[name] for name in sorted(names)}:
         words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
         progress.log(
@@ -423,7 +423,7 @@ def run(cfg: EvalConfig) -> None:
     name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
     folder = Path(cfg.output or f"runs/eval-{name}").resolve()  # a reward may change directory
     model, tokenizer = load(cfg.model, cfg.chat_template)
-    # Before any rank writes.
+    # What is stored is read before any rank appends.
     rows = on_rank_0(lambda: open_folder(folder, cfg, tokenizer, suite))
     problems = problems_by_key(suite, decodings, cfg.limit)
     missing = {key: problem for key, problem in problems.items() if key not in rows}

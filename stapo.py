@@ -490,16 +490,19 @@ def update(
     in the denominator. If anything is not finite, there is no step. Returns numbers over all ranks:
     `loss`, ratio_sums, `grad_norm` before clipping, and `finite`: whether there was a step.
     """
+    # 1. I and its sum over all ranks.
     keep = choice.keep * batch.mask  # (B, L): a mask of your own may be True outside responses
     denominator = keep.sum() if choice.denominator is None else choice.denominator
     known = choice.stats.logp.isfinite() & choice.stats.entropy.isfinite()  # (B, L)
     counts = all_sum({"denominator": denominator, "not_finite": (batch.mask & ~known).sum()})
     # FSDP averages gradients over ranks, so the denominator of all ranks is divided by world_size.
     denominator = (counts["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
+    # A loss with another term, such as an entropy bonus, needs all rows.
     has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
     trained = has_gradient.nonzero().flatten()  # (N,) rows
     eps_high = cfg.eps_low if cfg.method in GRPO else cfg.eps_high
     sums = Counter(loss=0.0)  # ratio_sums has the other names
+    # 2. The gradient, summed over micro-batches. Checkpointing needs the training mode.
     policy.train()
     optimizer.zero_grad()
     parts = micro_batches(batch.lengths[trained].tolist(), cfg.tokens_per_micro_batch)
@@ -540,6 +543,7 @@ def update(
         )
         for name, value in (ratios | {"loss": loss.detach() / world_size()}).items():
             sums[name] += value.double()
+    # 3. Clip it, and take a step if everything is finite.
     policy.eval()
     totals = all_sum(sums) | {"grad_norm": clip_gradient(policy, cfg.grad_clip)}
     finite = not counts["not_finite"] and math.isfinite(totals["loss"])

@@ -103,7 +103,7 @@ def rounded_up(length: int, multiple: int) -> int:
 
 @dataclass
 class Row:
-    """A prompt and its response so far."""
+    """A prompt and its response so far. After prefill its slot has all ids except the last."""
 
     prompt_index: int  # among all prompts
     prompt: tuple[int, ...]  # its ids
@@ -157,6 +157,7 @@ def decoding_loop(
         # 1. The free slots, which are the last ones, take the next prompts.
         first, free = len(running), slots - len(running)
         running, waiting = running + waiting[:free], waiting[free:]
+        # No row may pass max_new_tokens.
         steps = min(CHECK_EVERY, *(max_new_tokens - len(row.response()) for row in running))
         cache.reserve(len(running), max(len(row.ids) for row in running) + steps)
         prefill(forward, cache, running, first)

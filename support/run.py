@@ -134,7 +134,8 @@ class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
     `step` is the last whole step. `checkpoint` is the folder to continue from, or None. Of `cfg` it
-    reads resume, eval_every, save_every and keep_last. Call `begin` first. Raises InputError.
+    reads resume, eval_every, save_every and keep_last. Call `begin` when the data is loaded. Raises
+    InputError.
     """
 
     def __init__(self, output: str, cfg: Any):
