@@ -380,7 +380,9 @@ def check_flags(cfg: EvalConfig) -> None:
         raise InputError(f"--model {cfg.model}: is a run; give a checkpoint, such as {saved[-1]}")
 
 
-def open_folder(folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite) -> Rows:
+def open_folder(
+    folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite, decodings: Decodings
+) -> Rows:
     """Read the responses that are in the folder, and write flags.json.
 
     Raises InputError if the folder has responses of other weights, flags or problems, or files that
@@ -396,7 +398,7 @@ def open_folder(folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suit
     for benchmark, problems in suite.items():  # without the answers: one may be mended
         texts = fingerprint([problem["problem"] for problem in problems])
         made_from[f"benchmark {benchmark.key}"] = texts
-    for decoding, pair in parse_decodings(cfg.decoding).items():
+    for decoding, pair in decodings.items():
         made_from[f"--decoding {decoding}"] = list(pair)
     file = folder / "flags.json"
     if not file.exists():
@@ -424,7 +426,7 @@ def run(cfg: EvalConfig) -> None:
     folder = Path(cfg.output or f"runs/eval-{name}").resolve()  # a reward may change directory
     model, tokenizer = load(cfg.model, cfg.chat_template)
     # What is stored is read before any rank appends.
-    rows = on_rank_0(lambda: open_folder(folder, cfg, tokenizer, suite))
+    rows = on_rank_0(lambda: open_folder(folder, cfg, tokenizer, suite, decodings))
     problems = problems_by_key(suite, decodings, cfg.limit)
     missing = {key: problem for key, problem in problems.items() if key not in rows}
     file = folder / f"responses.rank{rank()}.jsonl"
