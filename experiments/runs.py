@@ -55,6 +55,7 @@ class Run(NamedTuple):
     flags: str  # without --seed and --output; {base} stands for the folder of `base`
     base: str  # the program and flags that make what it begins from, {seed} in them; "": tests/tiny
     evaluation: str  # flags of eval.py without --model and --output
+    program: str = "stapo.py"
 
     def folder(self, output: Path) -> Path:
         return named(f"{self.row}-{self.seed}", output)
@@ -97,11 +98,13 @@ def make(program: str, folder: Path, evaluation: str = "") -> None:
     if folder.exists():
         return
     partial = folder.with_name(f"{folder.name}.partial")
+    words = shlex.split(program)
     if list(partial.glob("checkpoints/step_*")):  # it was stopped
-        call(["stapo.py", "--resume", partial])
+        first_flag = next(i for i, word in enumerate(words) if word.startswith(("@", "-")))
+        call([*words[:first_flag], "--resume", partial])
     else:
         shutil.rmtree(partial, ignore_errors=True)
-        call([*shlex.split(program), "--output", partial])
+        call([*words, "--output", partial])
     if evaluation:
         model, results = max(partial.glob("checkpoints/step_*")), partial / "held-out"
         call(["eval.py", *shlex.split(evaluation), "--model", model, "--output", results])
@@ -127,7 +130,7 @@ def make_all(runs: Sequence[Run], output: Path, jobs: int, model: str) -> None:
 
     def make_run(run: Run) -> None:
         base = shlex.quote(str(bases[run.whole_base()]))
-        program = f"stapo.py {run.flags} --seed {run.seed}".replace("{base}", base)
+        program = f"{run.program} {run.flags} --seed {run.seed}".replace("{base}", base)
         evaluation = run.evaluation.replace("{base}", base)
         make(program.replace("{model}", model), run.folder(output), evaluation)
 
