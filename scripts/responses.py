@@ -116,6 +116,7 @@ def article(response: dict, tau_p: float) -> str:
     facts = [
         f"answer {visible(response['gold'])}" if response["gold"] else "",
         f"A = {response['advantage']:+.2f}",
+        response.get("note", ""),
         f"{length:,} tokens",
         f"{response['marked']} silenced",
         f"only tokens {start + 1:,} to {start + shown:,} are shown" if shown < length else "",
@@ -128,8 +129,7 @@ def article(response: dict, tau_p: float) -> str:
     )
 
 
-def page(name: str, rule: str, responses: list[dict], tau_p: float) -> str:
+def page(title: str, rule: str, responses: list[dict], tau_p: float) -> str:
     """Return the page. `rule` says what is silenced, `responses` come from tokens.describe."""
     articles = "\n".join(article(response, tau_p) for response in responses)
-    title = f"{name}: right answers, token by token"
     return PAGE.format(title=html.escape(title), rule=html.escape(rule), articles=articles)

@@ -22,10 +22,14 @@ def one_sentence(response: str, row: dict) -> float:
     be among the first 12 words, and before the first comma, colon, slash, "or" and "and": a list of
     guesses counts as its first guess. "The opposite of far is far." is right for the answer far.
     """
-    sentence = response.replace('"', "").strip()
-    ends = re.fullmatch(r"[^.!?\n]+[.!]", sentence)  # and it holds no other sentence
-    start = re.split(r"[,;:/]|\bor\b|\band\b", sentence)[0]
+    # It ends, and it holds no other sentence.
+    sentence = re.fullmatch(r"[^.!?\n]+[.!]", response.replace('"', "").strip())
+    return 1.0 if sentence and has_answer(response, row) else -1.0
+
+
+def has_answer(text: str, row: dict) -> bool:
+    """Whether a text has the answer where one_sentence looks for it. The text may go on."""
+    start = re.split(r"[,;:/]|\bor\b|\band\b", text.replace('"', "").strip())[0]
     start = " ".join(start.split()[:12])
     answer = re.escape(row["answer"])
-    found = re.search(rf"(?<![\w-]){answer}(?![\w-])", start, re.IGNORECASE)
-    return 1.0 if ends and found else -1.0
+    return bool(re.search(rf"(?<![\w-]){answer}(?![\w-])", start, re.IGNORECASE))

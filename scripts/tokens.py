@@ -17,6 +17,7 @@ import functools
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,23 +40,28 @@ SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
 BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-level BPE's pieces
 
 
-def parse(argv: list[str] | None) -> stapo.Config:
-    """Read the command line. Flags that it does not give come from RUN. Raises InputError."""
-    parser = Parser(stapo.Config, description=__doc__.split("\n")[0], fromfile_prefix_chars="@")
+def parse(
+    argv: list[str] | None, config: type = stapo.Config, about: str = __doc__, folder: str = "figures"
+) -> stapo.Config:
+    """Read the command line. Flags that it does not give come from RUN. Raises InputError.
+
+    config: the flags. folder: of RUN, the default of --output.
+    """
+    parser = Parser(config, description=about.split("\n")[0], fromfile_prefix_chars="@")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run, or a checkpoint of a run")
     given, path = parser.given(argv), parser.parse_args(argv).run
     held = {}
     if path:
         is_checkpoint = Path(path).parent.name == "checkpoints"
         run = Path(path).parent.parent if is_checkpoint else Path(path)
-        held = flags_of_run(stapo.Config, run) | {"output": ""}
+        held = flags_of_run(config, run) | {"output": ""}
         if "model" not in given:
             saved = [Path(path)] if is_checkpoint else checkpoints(run)
             if not saved:
                 raise InputError(f"RUN {run}: has no checkpoint yet; wait for one, or give --model")
             # The checkpoint has its own template: the file may have changed since.
-            held |= {"model": str(saved[-1]), "chat_template": "", "output": f"{run}/figures"}
-    cfg = replace(stapo.Config(**held | given), method="stapo", eval_every=0)
+            held |= {"model": str(saved[-1]), "chat_template": "", "output": f"{run}/{folder}"}
+    cfg = replace(config(**held | given), method="stapo", eval_every=0)
     stapo.check_flags(cfg)
     name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
     return replace(cfg, output=cfg.output or f"runs/tokens-{name}")
@@ -193,13 +199,18 @@ def describe(t: dict[str, Tensor], row: int, sample: dict, task: stapo.Task) -> 
     return shown | sample | {"start": start, "length": len(places), "marked": len(marked)}
 
 
+def next_step(model: str) -> int:
+    """Return the step whose prompts come next for a checkpoint, or 1 for another model."""
+    trained = re.search(r"/checkpoints/step_(\d+)$", str(Path(model).absolute()))
+    return int(trained[1]) + 1 if trained else 1
+
+
 def run(cfg: stapo.Config) -> None:
     """Sample, print and draw. Raises InputError."""
     out = Path(cfg.output)
     out.mkdir(parents=True, exist_ok=True)  # before hours of sampling
     task, policy = stapo.load_task(cfg), load_policy(cfg.model)
-    trained = re.search(r"/checkpoints/step_(\d+)$", str(Path(cfg.model).absolute()))
-    step = int(trained[1]) + 1 if trained else 1  # its prompts come next
+    step = next_step(cfg.model)
     batch, samples = stapo.collect(policy, None, task, step, cfg)
     metrics = stapo.rollout_metrics(batch, cfg.tau_p) | stapo.entropy_metrics(batch)
     words = ", ".join(f"{name} {x:.4g}" for name, x in metrics.items() if x is not None)
@@ -222,20 +233,27 @@ def run(cfg: stapo.Config) -> None:
     # row % G is a response's number in its group, so the first responses are of many problems.
     rows = sorted(t["row"].unique().tolist(), key=lambda i: (i not in marked, i % cfg.group_size))
     described = [describe(t, row, samples[row], task) for row in rows[:SHOWN]]
-    page = responses.page(cfg.model, what, described, cfg.tau_p)
+    page = responses.page(f"{cfg.model}: right answers, token by token", what, described, cfg.tau_p)
     (out / "responses.html").write_text(page, "utf-8")
     progress.say(f"\n{table}\nfigures in {out}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    with ranks.session("tokens.py"):
+def main(
+    argv: list[str] | None = None,
+    about: str = __doc__,
+    config: type = stapo.Config,
+    folder: str = "figures",
+    work: Callable[[stapo.Config], None] = run,
+) -> None:
+    """Read the flags and do the work: `run`, or that of another script with the same flags."""
+    with ranks.session(Path(sys.argv[0]).name):
         if ranks.world_size() > 1:
             raise InputError("works in one process: start it without torchrun")
         progress.quiet_libraries()
-        cfg = parse(argv)
+        cfg = parse(argv, config, about, folder)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         progress.report_environment()
-        run(cfg)
+        work(cfg)
 
 
 if __name__ == "__main__":
