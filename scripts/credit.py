@@ -80,7 +80,8 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
     pairs: dict[str, list[tuple[dict, dict]]] = {kind: [] for kind in RARE}
     most = dict(zip(RARE, (cfg.tokens, cfg.tokens, cfg.controls)))
     for step in range(first, first + cfg.batches):
-        for rare, likely in tokens_of_batch(policy, task, step, cfg):
+        wrong_too = len(pairs["rare, wrong"]) < cfg.controls
+        for rare, likely in tokens_of_batch(policy, task, step, wrong_too, cfg):
             pairs[rare["kind"]].append((rare, likely))
         counts = {kind: len(each) for kind, each in pairs.items()}
         progress.log(f"the batch of step {step}: {counts}")
@@ -102,15 +103,17 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
 
 
 def tokens_of_batch(
-    policy: Policy, task: stapo.Task, step: int, cfg: Config
+    policy: Policy, task: stapo.Task, step: int, wrong_too: bool, cfg: Config
 ) -> list[tuple[dict, dict]]:
-    """Return the rare tokens of a batch, each with a likely token of the same response."""
+    """Return the rare tokens of a batch, each with a likely token of the same response.
+
+    wrong_too: also those of wrong answers, of as many as there are right answers.
+    """
     sampled, _, samples = stapo.sample_and_reward(policy, task, step, cfg)
     A = torch.tensor([sample["advantage"] for sample in samples])
     random = generator(cfg.seed, step, "credit")
-    # Candidates are in right answers. As many wrong answers are enough for the controls.
     right, wrong = (A > 0).nonzero()[:, 0], (A < 0).nonzero()[:, 0]
-    wrong = wrong[torch.randperm(len(wrong), generator=random)[: len(right)]]
+    wrong = wrong[torch.randperm(len(wrong), generator=random)[: wrong_too * len(right)]]
     if len(right) == 0:
         return []
     numbers = torch.cat([right, wrong]).sort().values  # (N,) of the batch's responses
@@ -189,6 +192,8 @@ def load_answered(cfg: Config) -> Callable[[str, dict], bool | float | None]:
 def measure(policy: Policy, task: stapo.Task, rows: list[dict], cfg: Config, file: Path) -> None:
     """Append a line with the rewards of its continuations for each token that has none yet."""
     done = {line["number"] for line in read_lines(file)}
+    with file.open("a") as lines:
+        lines.write("\n")  # ends a line that a crash tore
     left = [number for number in range(len(rows)) if number not in done]
     left.sort(key=lambda number: rows[number]["t"])  # in a chunk, equally many tokens are left
     size = max(1, 2 * cfg.rollout_batch_size // cfg.continuations)
@@ -386,5 +391,9 @@ def run(cfg: Config) -> None:
     progress.say(f"\n{text}\nresults in {out}")
 
 
+def main(argv: list[str] | None = None) -> None:
+    tokens.main(argv, __doc__, Config, "credit", run)
+
+
 if __name__ == "__main__":
-    tokens.main(None, __doc__, Config, "credit", run)
+    main()
