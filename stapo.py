@@ -46,7 +46,6 @@ from reward import Reward, load_reward, reward_all
 from rollout import (
     INSTRUCTION,
     Policy,
-    Response,
     Tokenizer,
     TokenStats,
     encode_prompt,
@@ -362,36 +361,6 @@ def collect(
     Returns the batch, whose rows are in the order of rank_rows, and a row of samples.jsonl for each
     response. Raises InputError if a reward of your own fails.
     """
-    responses, seeds, samples = sample_and_reward(policy, task, step, cfg)
-    ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
-    old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
-    ref_logp = None
-    if reference:
-        # Gathered: FSDP2 keeps a list of forwards until a backward, which the reference never has.
-        with gathered(reference) as model:
-            stats = response_stats(Policy(model), ids, mask, lengths, cfg.tokens_per_micro_batch)
-        ref_logp = stats.logp
-    batch = Batch(
-        ids=ids,
-        mask=mask,
-        lengths=lengths,
-        old=old,
-        ref_logp=ref_logp,
-        rewards=torch.tensor([row["reward"] for row in samples], dtype=torch.float64),
-        advantages=torch.tensor([row["advantage"] for row in samples]),
-        truncated=torch.tensor([response.truncated for response in responses]),
-        seeds=torch.tensor(seeds),
-    )
-    return batch, samples
-
-
-def sample_and_reward(
-    policy: Policy, task: Task, step: int, cfg: Config
-) -> tuple[list[Response], list[int], list[dict]]:
-    """Sample this rank's responses of a step from the policy, reward them, and compute A.
-
-    Returns the responses, the seeds of their sampling, and their rows of samples.jsonl.
-    """
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     pairs = rank_rows(cfg.batch_size, cfg.mini_batch_size, cfg.group_size, rank(), world_size())
     problems = [task.problems[indices[number]] for number, _ in pairs]
@@ -414,13 +383,32 @@ def sample_and_reward(
     # subtracted first, which changes no A.
     groups = groups - groups.mean(dim=1, keepdim=True).trunc()
     advantages = group_advantages(groups.float()).flatten()  # (B,)
+    ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
+    old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
+    ref_logp = None
+    if reference:
+        # Gathered: FSDP2 keeps a list of forwards until a backward, which the reference never has.
+        with gathered(reference) as model:
+            stats = response_stats(Policy(model), ids, mask, lengths, cfg.tokens_per_micro_batch)
+        ref_logp = stats.logp
+    batch = Batch(
+        ids=ids,
+        mask=mask,
+        lengths=lengths,
+        old=old,
+        ref_logp=ref_logp,
+        rewards=rewards,
+        advantages=advantages,
+        truncated=torch.tensor([response.truncated for response in responses]),
+        seeds=torch.tensor(seeds),
+    )
     rows = zip(problems, texts, rewards.tolist(), advantages.tolist(), strict=True)
     samples = [
         {"problem": problem["problem"], "gold": problem["answer"], "response": text}
         | {"reward": reward, "advantage": advantage}
         for problem, text, reward, advantage in rows
     ]
-    return responses, seeds, samples
+    return batch, samples
 
 
 def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:

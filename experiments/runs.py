@@ -333,13 +333,21 @@ def make_parser(doc: str, parts: Iterable[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def by_run(lines: Lines) -> dict[tuple[str, int], Lines]:
+    """The lines of each row and seed: one for a run, or many for the tokens of a model."""
+    found: dict[tuple[str, int], Lines] = {}
+    for line in lines:
+        found.setdefault((line["row"], line["seed"]), []).append(line)
+    return found
+
+
 def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> None:
     """Put the lines that were made into the file of results, and make the tables of all lines.
 
     The tables of all parts are written into a page beside the lines, and those of --only printed.
     """
     stored = read_rows(args.results) if args.results.exists() else []
-    lines = list({(line["row"], line["seed"]): line for line in [*stored, *made]}.values())
+    lines = sum((by_run(stored) | by_run(made)).values(), [])
     if made:
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -59,7 +59,8 @@ def report(lines: Lines) -> str:
 
 ROWS = {name: (f"--method {method}", range(40, 45)) for name, method in METHODS.items()}
 RUNS = [
-    run._replace(program="experiments/signs.py train") for run in runs.list_runs(ROWS, FLAGS, "", "")
+    run._replace(program="experiments/signs.py train")
+    for run in runs.list_runs(ROWS, FLAGS, "", "")
 ]
 PARTS = {"signs": Part(RUNS, report)}
 

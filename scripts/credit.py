@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import responses
 import tokens
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
 from eval import markdown
 from reward import extract_answer, load_reward
-from rollout import Model, Policy, load_policy, pad_batch, response_stats, sample, stop_ids, to_text
+from rollout import Model, Policy, load_policy, sample, stop_ids, to_text
 from support import InputError, progress
 from support.decoding import generator, mix_seed
 from support.models import gathered, weights_of
@@ -72,111 +73,104 @@ class Config(stapo.Config):
 # -------------------------------------------------------------------------------------- the tokens
 
 
+class Token(NamedTuple):
+    """A token of a batch."""
+
+    kind: str
+    step: int  # of the batch
+    batch: stapo.Batch
+    row: int  # of the batch
+    column: int
+    tau_h: float  # of its mini-batch
+
+
 def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> list[dict]:
-    """Sample batches, that of step `first` and later ones, until they have enough tokens.
+    """Collect batches, that of step `first` and later ones, until they have enough tokens.
 
     Returns a row for each token that is to be measured.
     """
-    pairs: dict[str, list[tuple[dict, dict]]] = {kind: [] for kind in RARE}
     most = dict(zip(RARE, (cfg.tokens, cfg.tokens, cfg.controls)))
+    found: dict[str, list[Token]] = {kind: [] for kind in RARE}
     for step in range(first, first + cfg.batches):
-        wrong_too = len(pairs["rare, wrong"]) < cfg.controls
-        for rare, likely in tokens_of_batch(policy, task, step, wrong_too, cfg):
-            pairs[rare["kind"]].append((rare, likely))
-        counts = {kind: len(each) for kind, each in pairs.items()}
+        batch, _ = stapo.collect(policy, None, task, step, cfg)
+        silenced, tau_h = tokens.silence(batch, cfg)  # (B, L), (B,)
+        rare = batch.mask & (batch.old.logp.exp() < cfg.tau_p)
+        right, wrong = batch.advantages[:, None] > 0, batch.advantages[:, None] < 0  # (B, 1)
+        masks = (silenced, rare & right & ~silenced, rare & wrong)
+        for kind, mask in zip(RARE, masks):
+            for i, at in mask.nonzero().tolist():
+                found[kind].append(Token(kind, step, batch, i, at, float(tau_h[i])))
+        counts = {kind: len(each) for kind, each in found.items()}
         progress.log(f"the batch of step {step}: {counts}")
         if all(counts[kind] >= most[kind] for kind in RARE):
             break
 
-    def draw(each: list, count: int) -> list:
+    def draw(each: list[Token], count: int) -> list[Token]:
         order = torch.randperm(len(each), generator=generator(cfg.seed, "draw"))
         return [each[i] for i in order[:count].tolist()]
 
-    drawn = {kind: draw(pairs[kind], most[kind]) for kind in RARE}
-    likely = draw(drawn["silenced"] + drawn["kept"], cfg.controls) + drawn["rare, wrong"]
-    rows = [rare for kind in RARE for rare, _ in drawn[kind]] + [each for _, each in likely]
+    drawn = {kind: draw(found[kind], most[kind]) for kind in RARE}
+    near_candidates = draw(drawn["silenced"] + drawn["kept"], cfg.controls)
+    chosen = sum(drawn.values(), [])
+    chosen += [likely_token(token, "likely, right", cfg) for token in near_candidates]
+    chosen += [likely_token(token, "likely, wrong", cfg) for token in drawn["rare, wrong"]]
     answered = load_answered(cfg)
     with gathered(policy) as model:
-        for row in progress.track(rows, "places"):
-            add_place(row, model, task, answered, cfg)
-    return rows
+        return [describe(x, model, task, answered, cfg) for x in progress.track(chosen, "places")]
 
 
-def tokens_of_batch(
-    policy: Policy, task: stapo.Task, step: int, wrong_too: bool, cfg: Config
-) -> list[tuple[dict, dict]]:
-    """Return the rare tokens of a batch, each with a likely token of the same response.
-
-    wrong_too: also those of wrong answers, of as many as there are right answers.
-    """
-    sampled, _, samples = stapo.sample_and_reward(policy, task, step, cfg)
-    A = torch.tensor([sample["advantage"] for sample in samples])
-    random = generator(cfg.seed, step, "credit")
-    right, wrong = (A > 0).nonzero()[:, 0], (A < 0).nonzero()[:, 0]
-    wrong = wrong[torch.randperm(len(wrong), generator=random)[: wrong_too * len(right)]]
-    if len(right) == 0:
-        return []
-    numbers = torch.cat([right, wrong]).sort().values  # (N,) of the batch's responses
-    A, chosen = A[numbers], [sampled[i] for i in numbers.tolist()]
-    ids, mask, lengths = pad_batch(chosen)  # (N, L), (N, L), (N,)
-    logp, entropy = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
-    silenced, rank = torch.zeros_like(mask), torch.zeros_like(entropy)
-    tau_h = torch.zeros_like(A)
-    mini_batches = numbers // (cfg.mini_batch_size * cfg.group_size)
-    for part in [mini_batches == i for i in mini_batches.unique()]:
-        silenced[part], candidates, tau_h[part] = stapo.spurious_mask(
-            logp[part], A[part], entropy[part], mask[part], tau_p=cfg.tau_p, q=cfg.q
-        )
-        ordered = entropy[part][candidates].sort().values
-        below = torch.searchsorted(ordered, entropy[part].contiguous())
-        rank[part] = below / max(1, len(ordered) - 1) if len(ordered) > 1 else 1.0
-    p = logp.exp()
-    order = stapo.batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
-
-    def row(i: int, at: int, kind: str) -> dict:
-        start, number = len(chosen[i].prompt_ids), int(numbers[i])
-        return {
-            "kind": kind,
-            "problem": order[number // cfg.group_size],  # its number in the data, from 0
-            "response": f"{step}-{number}",
-            "t": at - start,
-            "p": float(p[i, at]),
-            "H": float(entropy[i, at]),
-            "A": float(A[i]),
-            "rank": float(rank[i, at]),  # S2T with any q silences candidates of rank < q
-            "tau_h": float(tau_h[i]),
-            "start": start,  # of the response in ids
-            "ids": chosen[i].prompt_ids + chosen[i].ids,
-        }
-
-    pairs = []
-    for i, at in (mask & (p < cfg.tau_p)).nonzero().tolist():
-        likely = (mask[i] & (p[i] >= cfg.tau_p)).nonzero()[:, 0]
-        if len(likely) == 0:
-            continue
-        near = int(likely[torch.randint(len(likely), (), generator=random)])
-        kind = "wrong" if A[i] < 0 else "right"
-        rare = "rare, wrong" if A[i] < 0 else "silenced" if silenced[i, at] else "kept"
-        pairs.append((row(i, at, rare), row(i, near, f"likely, {kind}")))
-    return pairs
+def likely_token(token: Token, kind: str, cfg: Config) -> Token:
+    """Draw a likely token of the same response."""
+    mask, p = token.batch.mask[token.row], token.batch.old.logp[token.row].exp()
+    likely = mask & (p >= cfg.tau_p)
+    likely = likely if likely.any() else mask
+    random = generator(cfg.seed, kind, token.step, token.row, token.column)
+    column = torch.multinomial(likely.float(), 1, generator=random)
+    return token._replace(kind=kind, column=int(column))
 
 
 @torch.no_grad()
-def add_place(row: dict, model: Model, task: stapo.Task, answered: Callable, cfg: Config) -> None:
-    """Add to a token's row its text, what else the model would have drawn, and a placebo."""
-    at, tokenizer = row["start"] + row["t"], task.tokenizer
-    before = torch.tensor([row["ids"][:at]], device=model.device)
-    hidden = model.base_model(before, use_cache=False).last_hidden_state[0, -1:]
-    pi = model.get_output_embeddings()(hidden)[0].double().softmax(-1).cpu()  # (V,)
-    rare = pi * (pi < cfg.tau_p)
-    row["rare_p"] = float(rare.sum())
-    row["token"] = tokens.token_text(tokenizer, row["ids"][at])
-    row["context"] = to_text(tokenizer, row["ids"][row["start"] : at], skip_special=True)
-    row["answered"] = answered(row["context"], task.problems[row["problem"]])
-    if row["kind"] in CANDIDATES:
+def describe(
+    token: Token, model: Model, task: stapo.Task, answered: Callable, cfg: Config
+) -> dict[str, Any]:
+    """Return a token's row: what is known of it before it is measured, and a placebo."""
+    kind, step, batch, i, at, tau_h = token
+    size = cfg.mini_batch_size * cfg.group_size
+    part = batch.take(slice(i // size * size, (i // size + 1) * size))  # its mini-batch
+    rare = part.mask & (part.old.logp.exp() < cfg.tau_p)
+    candidates = part.old.entropy[rare & (part.advantages > 0)[:, None]]  # (N,)
+    below = int((candidates < batch.old.entropy[i, at]).sum())
+    order = stapo.batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
+    start, ids = int(batch.mask[i].nonzero()[0]), batch.ids[i, : batch.lengths[i]]
+    hidden = model.base_model(ids[None, :at].to(model.device), use_cache=False).last_hidden_state
+    pi = model.get_output_embeddings()(hidden[0, -1:])[0].double().softmax(-1).cpu()  # (V,)
+    likeliest, rare = pi.topk(5), pi * (pi < cfg.tau_p)
+    context = to_text(task.tokenizer, ids[start:at].tolist(), skip_special=True)
+    problem = order[i // cfg.group_size]
+    row = {
+        "kind": kind,
+        "problem": problem,  # its number in the data, from 0
+        "response": f"{step}-{i}",
+        "t": at - start,
+        "token": tokens.token_text(task.tokenizer, int(ids[at])),
+        "context": context,
+        "answered": answered(context, task.problems[problem]),
+        "p": float(batch.old.logp[i, at].exp()),
+        "H": float(batch.old.entropy[i, at]),
+        "A": float(batch.advantages[i]),
+        "rank": below / (len(candidates) - 1) if len(candidates) > 1 else 1.0,  # S2T: below q
+        "tau_h": tau_h,
+        "rare_p": float(rare.sum()),
+        "likeliest": list(zip(likeliest.indices.tolist(), likeliest.values.tolist())),
+        "start": start,  # of the response in ids
+        "ids": ids.tolist(),
+        "all_p": batch.old.logp[i, : len(ids)].exp().tolist(),  # of each of ids
+        "all_H": batch.old.entropy[i, : len(ids)].tolist(),
+    }
+    if kind in CANDIDATES:
         random = generator(cfg.seed, row["response"], row["t"])
         row["placebo_id"] = int(torch.multinomial(rare, 1, generator=random))
-        row["placebo_token"] = tokens.token_text(tokenizer, row["placebo_id"])
+    return row
 
 
 def load_answered(cfg: Config) -> Callable[[str, dict], bool | float | None]:
@@ -253,7 +247,9 @@ def continue_all(
         whole[i].append((prefixes[i] + response.ids)[: ends[i]])
     rewards = {}
     for i, each in whole.items():
-        texts = [to_text(task.tokenizer, ids[rows[i]["start"] :], skip_special=True) for ids in each]
+        texts = [
+            to_text(task.tokenizer, ids[rows[i]["start"] :], skip_special=True) for ids in each
+        ]
         rewards[i] = [task.reward(text, task.problems[rows[i]["problem"]]) for text in texts]
     return rewards
 
@@ -328,66 +324,78 @@ def table(rows: list[dict]) -> str:
 # ----------------------------------------------------------------------------------------- the page
 
 
-def shown_response(row: dict, policy: Policy, task: stapo.Task, cfg: Config) -> dict:
-    """Return the response of a token for responses.page, with the token's V and Q."""
-    ids = torch.tensor(row["ids"])
-    mask = torch.arange(len(ids)) >= row["start"]
-    stats = response_stats(policy, ids[None], mask[None], torch.tensor([len(ids)]), len(ids))
-    count = int(mask.sum())
-    with gathered(policy) as model:
-        _, likeliest_p, likeliest_id = tokens.next_words(model, ids, count)
-    p, entropy = stats.logp[0][mask].exp(), stats.entropy[0][mask]
-    here = torch.arange(count) == row["t"]
-    threshold = torch.full((count,), row["tau_h"])
-    columns = {
-        "row": torch.zeros(count),
-        "id": ids[mask],
+def shown_response(row: dict, task: stapo.Task, cfg: Config) -> dict:
+    """Return a token in its context for responses.page, with its V and Q.
+
+    Only this token has the words that were likelier.
+    """
+    at = row["start"] + row["t"]
+    first = max(row["start"], at - 500)
+    ids, p, entropy = (row[name][first : at + 500] for name in ("ids", "all_p", "all_H"))
+    likeliest: list[list] = [[] for _ in ids]
+    likeliest[at - first] = [(tokens.token_text(task.tokenizer, i), x) for i, x in row["likeliest"]]
+    low_p, low_h = [x < cfg.tau_p for x in p], [x < row["tau_h"] for x in entropy]
+    problem = task.problems[row["problem"]]
+    note = f"token {row['t'] + 1}, {row['token']!r} ({row['kind']}): V = {row['V']:.2f}, "
+    return {
+        "problem": problem["problem"],
+        "gold": problem["answer"],
+        "advantage": row["A"],
+        "note": f"{note}Q = {row['Q']:.2f}, Q - V = {row['Q'] - row['V']:+.2f}",
+        "token": [tokens.token_text(task.tokenizer, i) for i in ids],
         "p": p,
         "entropy": entropy,
-        "threshold": threshold,
-        "low_p": p < cfg.tau_p,
-        "low_h": entropy < threshold,
-        "silenced": here,
-        "likeliest_p": likeliest_p,
-        "likeliest_id": likeliest_id,
+        "threshold": [row["tau_h"]] * len(ids),
+        "low_p": low_p,
+        "low_h": low_h,
+        "silenced": [a and b for a, b in zip(low_p, low_h)],
+        "marked": sum(a and b for a, b in zip(low_p, low_h)),
+        "likeliest": likeliest,
+        "start": first - row["start"],
+        "length": len(row["ids"]) - row["start"],
     }
-    problem = task.problems[row["problem"]]
-    known = {"problem": problem["problem"], "gold": problem["answer"], "advantage": row["A"]}
-    worth = f"{row['kind']}: {row['token']!r}, token {row['t'] + 1}, V = {row['V']:.2f}, "
-    known["note"] = f"{worth} Q = {row['Q']:.2f}, Q - V = {row['Q'] - row['V']:+.2f}"
-    return tokens.describe(columns, 0, known, task)
 
 
-def run(cfg: Config) -> None:
-    """Choose tokens, continue, print and write. Raises InputError."""
-    out = Path(cfg.output)
-    task, policy = stapo.load_task(cfg), load_policy(cfg.model)
-    made_from = asdict(cfg) | {"model": weights_of(cfg.model), "data": task.data_fingerprint}
-    for name in ("output", "threads"):  # they change nothing
-        del made_from[name]
-    file, chosen = out / "flags.json", out / "tokens.jsonl"
+# ---------------------------------------------------------------------------------------------- run
+
+
+def open_folder(folder: Path, made_from: dict[str, Any]) -> None:
+    """Write flags.json, or compare it. Raises InputError if a file of others is in the folder."""
+    file = folder / "flags.json"
     if not file.exists():
-        must_be_empty(out, "name")
-        out.mkdir(parents=True, exist_ok=True)
+        must_be_empty(folder, "name")
         write_whole(file, json.dumps(made_from, indent=2) + "\n")
     stored = json.loads(file.read_text("utf-8"))
     for name, value in made_from.items():
         if stored[name] != value:
-            raise InputError(f"--{name}: {out} was made with another one; name another --output")
-    if not chosen.exists():
-        write_rows(chosen, choose_tokens(policy, task, tokens.next_step(cfg.model), cfg))
-    rows = list(read_lines(chosen))
+            what = f"{folder} holds tokens that were measured with another one"
+            raise InputError(f"--{name}: {what}; name another --output")
+
+
+def run(cfg: Config) -> None:
+    """Choose tokens, measure them, print and write. Raises InputError."""
+    out = Path(cfg.output)
+    task, policy = stapo.load_task(cfg), load_policy(cfg.model)
+    known = {"model": weights_of(cfg.model), "data": task.data_fingerprint}
+    known |= {"output": "", "threads": 0}  # these two may change
+    open_folder(out, asdict(cfg) | known)
+    if not (out / "tokens.jsonl").exists():
+        step = tokens.next_step(cfg.model)
+        write_rows(out / "tokens.jsonl", choose_tokens(policy, task, step, cfg))
+    rows = list(read_lines(out / "tokens.jsonl"))
     measure(policy, task, rows, cfg, out / "rewards.jsonl")
     unit = add_values(rows, read_lines(out / "rewards.jsonl"))
     text = f"### {cfg.model}\n\n{table(rows)}\n{unit}\n{READ}\n"
     write_whole(out / "table.md", text)
-    write_rows(out / "credit.jsonl", [{k: v for k, v in row.items() if k != "ids"} for row in rows])
     candidates = [row for row in rows if row["kind"] in CANDIDATES]
     candidates.sort(key=lambda row: row["Q"] - row["V"])
     ends = candidates[:SHOWN] + candidates[SHOWN:][-SHOWN:]
-    shown = [shown_response(row, policy, task, cfg) for row in ends]
+    shown = [shown_response(row, task, cfg) for row in ends]
     title = f"{cfg.model}: what tokens are worth"
     write_whole(out / "tokens.html", responses.page(title, READ, shown, cfg.tau_p))
+    whole = ("ids", "all_p", "all_H", "likeliest")  # tokens.jsonl has these
+    lines = [{key: x for key, x in row.items() if key not in whole} for row in rows]
+    write_rows(out / "credit.jsonl", lines)
     progress.say(f"\n{text}\nresults in {out}")
 
 

@@ -41,7 +41,10 @@ BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-l
 
 
 def parse(
-    argv: list[str] | None, config: type = stapo.Config, about: str = __doc__, folder: str = "figures"
+    argv: list[str] | None,
+    config: type = stapo.Config,
+    about: str = __doc__,
+    folder: str = "figures",
 ) -> stapo.Config:
     """Read the command line. Flags that it does not give come from RUN. Raises InputError.
 
@@ -83,6 +86,14 @@ def next_words(model: torch.nn.Module, ids: Tensor, count: int) -> tuple[Tensor,
     return tuple(torch.cat(tensors) for tensors in zip(*parts))
 
 
+def silence(batch: stapo.Batch, cfg: stapo.Config) -> tuple[Tensor, Tensor]:
+    """S2T by mini-batches: the silenced tokens, (B, L) bool, and tau_h for each row, (B,)."""
+    parts = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
+    choices = [stapo.silence_spurious(part, None, cfg) for part in parts]  # None: p, H under pi_old
+    silenced = batch.mask & ~torch.cat([choice.keep for choice in choices])
+    return silenced, torch.cat([choice.tau_h.expand(len(choice.keep)) for choice in choices])
+
+
 def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[str, Tensor]:
     """Return all N tokens with A > 0, response after response, as (N,) and (N, 5) tensors.
 
@@ -92,10 +103,7 @@ def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[
     H is low below tau_h of the mini-batch, or, without candidates, below the 0.8-quantile of H over
     all these tokens.
     """
-    parts = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
-    choices = [stapo.silence_spurious(part, None, cfg) for part in parts]  # None: p, H under pi_old
-    silenced = batch.mask & ~torch.cat([choice.keep for choice in choices])  # (B, L)
-    tau_h = torch.cat([choice.tau_h.expand(len(choice.keep)) for choice in choices])  # (B,)
+    silenced, tau_h = silence(batch, cfg)
     right = batch.mask & (batch.advantages > 0)[:, None]  # (B, L)
     row = right.nonzero()[:, 0]  # (N,)
     words = []

@@ -39,10 +39,13 @@ def small_policy(folder):
     PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder / "model")
     letters = [{"problem": x + y, "letter": y} for x in "ac" for y in "bc"]
     (folder / "own.py").write_text(REWARD)
-    return model, f"""--model {folder}/model --data {write_rows(folder / "data.jsonl", *letters)}
+    return (
+        model,
+        f"""--model {folder}/model --data {write_rows(folder / "data.jsonl", *letters)}
         --reward {folder}/own.py:odd --answered {folder}/own.py:has_a --instruction= --tau_p 0.15
         --batch_size 4 --mini_batch_size 2 --group_size 16 --max_new_tokens {LONGEST}
-        --rollout_batch_size 512 --tokens 1000 --controls 1000 --batches 1"""
+        --rollout_batch_size 512 --tokens 1000 --controls 1000 --batches 1""",
+    )
 
 
 @torch.no_grad()
@@ -70,7 +73,9 @@ def exact_values(model, prompt, letter):
 def test_every_value_is_that_of_all_continuations_enumerated(tmp_path, monkeypatch):
     model, flags = small_policy(tmp_path)
     monkeypatch.chdir(tmp_path)
-    credit.main(f"{flags} --seed {os.environ.get('SEED',0)} --continuations 400 --output {tmp_path}/out".split())
+    credit.main(
+        f"{flags} --seed {os.environ.get('SEED', 0)} --continuations 400 --output {tmp_path}/out".split()
+    )
     rows = read_rows(tmp_path / "out" / "credit.jsonl")
     tokens = read_rows(tmp_path / "out" / "tokens.jsonl")
     exact = {}
@@ -88,7 +93,9 @@ def test_every_value_is_that_of_all_continuations_enumerated(tmp_path, monkeypat
         assert row["H"] == pytest.approx(float(-pi @ pi.log()), rel=1e-3)
         assert row["rare_p"] == pytest.approx(float(pi[pi < 0.15].sum()), rel=1e-3)
         assert row["answered"] == ("a" in [VOCABULARY[i] for i in before if i < 8])
-        assert sum(float(pi[v]) * values[*before, v] for v in range(10)) == pytest.approx(values[before])
+        assert sum(float(pi[v]) * values[*before, v] for v in range(10)) == pytest.approx(
+            values[before]
+        )
         found = {"V": before, "Q": behind}
         if row["kind"] in ("silenced", "kept"):
             assert pi[row["placebo_id"]] < 0.15
@@ -100,4 +107,10 @@ def test_every_value_is_that_of_all_continuations_enumerated(tmp_path, monkeypat
             if error:
                 errors[row["response"], row["t"], name] = (row[name] - value) / error
     errors = list(errors.values())
-    print("ZZ", len(rows), len(errors), sum(e*e for e in errors)/len(errors), sum(errors)/len(errors)**.5)
+    print(
+        "ZZ",
+        len(rows),
+        len(errors),
+        sum(e * e for e in errors) / len(errors),
+        sum(errors) / len(errors) ** 0.5,
+    )
