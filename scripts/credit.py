@@ -112,21 +112,24 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
     drawn = {kind: draw(found[kind], most[kind]) for kind in RARE}
     near_candidates = draw(drawn["silenced"] + drawn["kept"], cfg.controls)
     chosen = sum(drawn.values(), [])
-    chosen += [likely_token(token, "likely, right", cfg) for token in near_candidates]
-    chosen += [likely_token(token, "likely, wrong", cfg) for token in drawn["rare, wrong"]]
+    chosen += likely_tokens(near_candidates, "likely, right", cfg)
+    chosen += likely_tokens(drawn["rare, wrong"], "likely, wrong", cfg)
     answered = load_answered(cfg)
     with gathered(policy) as model:
         return [describe(x, model, task, answered, cfg) for x in progress.track(chosen, "places")]
 
 
-def likely_token(token: Token, kind: str, cfg: Config) -> Token:
-    """Draw a likely token of the same response."""
-    mask, p = token.batch.mask[token.row], token.batch.old.logp[token.row].exp()
-    likely = mask & (p >= cfg.tau_p)
-    likely = likely if likely.any() else mask
-    random = generator(cfg.seed, kind, token.step, token.row, token.column)
-    column = torch.multinomial(likely.float(), 1, generator=random)
-    return token._replace(kind=kind, column=int(column))
+def likely_tokens(rare: list[Token], kind: str, cfg: Config) -> list[Token]:
+    """Draw a likely token from the response of each rare token, if it has any."""
+    found = []
+    for token in rare:
+        p = token.batch.old.logp[token.row].exp()
+        likely = token.batch.mask[token.row] & (p >= cfg.tau_p)
+        random = generator(cfg.seed, kind, token.step, token.row, token.column)
+        if likely.any():
+            column = int(torch.multinomial(likely.float(), 1, generator=random))
+            found.append(token._replace(kind=kind, column=column))
+    return found
 
 
 @torch.no_grad()
@@ -139,7 +142,7 @@ def describe(
     part = batch.take(slice(i // size * size, (i // size + 1) * size))  # its mini-batch
     rare = part.mask & (part.old.logp.exp() < cfg.tau_p)
     candidates = part.old.entropy[rare & (part.advantages > 0)[:, None]]  # (N,)
-    below = int((candidates < batch.old.entropy[i, at]).sum())
+    below = max(0, int((candidates <= batch.old.entropy[i, at]).sum()) - 1)  # without itself
     order = stapo.batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     start, ids = int(batch.mask[i].nonzero()[0]), batch.ids[i, : batch.lengths[i]]
     hidden = model.base_model(ids[None, :at].to(model.device), use_cache=False).last_hidden_state
@@ -158,7 +161,7 @@ def describe(
         "p": float(batch.old.logp[i, at].exp()),
         "H": float(batch.old.entropy[i, at]),
         "A": float(batch.advantages[i]),
-        "rank": below / (len(candidates) - 1) if len(candidates) > 1 else 1.0,  # S2T: below q
+        "rank": below / (len(candidates) - 1) if len(candidates) > 1 else 1.0,  # silenced: < q
         "tau_h": tau_h,
         "rare_p": float(rare.sum()),
         "likeliest": list(zip(likeliest.indices.tolist(), likeliest.values.tolist())),
