@@ -8,6 +8,7 @@ credit-protocol.md says what is run, and which result would support or refute th
 scripts/credit.py measures the tokens of a state. The code in experiments/README.md makes FOLDER.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import runs
 import signs
 from runs import Lines, Part
+from tqdm import tqdm
 
 sys.path.insert(0, str(runs.ROOT / "scripts"))
 from credit import CANDIDATES, KINDS, estimate  # noqa: E402  # of scripts/credit.py
@@ -28,7 +30,7 @@ SMOLLM2 = """--q 0.5 --continuations 16 --batch_size 64 --tokens 10000
     --answered scripts/rewards.py:has_answer"""
 RECIPE = "@recipes/smollm2-135m-cpu --model {model}"
 TRAINING = f"{RECIPE} --eval_every 0 --log_samples 0 --steps 3 --method justrl"
-FEWEST = 40  # tokens in each seed, for an interval over the seeds
+FEWEST = 40  # tokens of each seed, for an interval over the seeds
 NEAR_0 = 5  # points
 
 
@@ -37,84 +39,82 @@ class State(NamedTuple):
 
     row: str
     seed: int  # of the training, or before training of the sampling
-    flags: str
+    flags: str  # {base} stands for the folder of `base`
+    base: str = ""  # the program and flags that make the model
+    folder: str = ""  # of `base`, in the folder of all runs
 
 
-def list_states(part: str, output: Path) -> list[State]:
-    """The states of a part, in the order of the protocol. The runs that they need are in folders."""
+def list_states(part: str) -> list[State]:
+    """The states of a part, in the order of the protocol."""
     if part == "SmolLM2":
-        found = [
-            State(
-                "SmolLM2, before training",
-                309,
-                f"{RECIPE} {SMOLLM2} --batches 8 --controls 60 --seed 309",
-            )
-        ]
-        for run in SMOLLM2_RUNS:
-            flags = (
-                f"{run.folder(output)}/checkpoints/step_000003 {SMOLLM2} --batches 4 --controls 30"
-            )
-            found.append(State("SmolLM2, step 3 of JustRL", run.seed, flags))
+        flags = f"{RECIPE} {SMOLLM2} --batches 8 --controls 60 --seed 309"
+        found = [State("SmolLM2, before training", 309, flags)]
+        flags = f"{{base}}/checkpoints/step_000003 {SMOLLM2} --batches 4 --controls 30"
+        for seed in range(303, 309):
+            base = f"stapo.py {TRAINING} --seed {seed}"
+            folder = f"credit/SmolLM2-JustRL-{seed}"
+            found.append(State("SmolLM2, step 3 of JustRL", seed, flags, base, folder))
         return found
     found = [State("tiny, before training", 400, f"@tests/tiny/args {BEFORE}")]
-    for noise in NOISE:
-        base = output / f"noise-{noise}"
-        flags = f"@tests/tiny/args --model {base} --data {base}/train.jsonl {BEFORE}"
-        found.append(State(f"tiny, {noise} % of noise, before training", 400, flags))
+    for noise in (1, 12):
+        flags = f"@tests/tiny/args --model {{base}} --data {{base}}/train.jsonl {BEFORE}"
+        base = f"experiments/make_tiny.py --noise {noise / 100} --seed 0"
+        name = f"tiny, {noise} % of noise, before training"
+        found.append(State(name, 400, flags, base, f"credit/noise-{noise}"))
     for step in (8, 28):
-        for run in TINY_RUNS:
-            checkpoint = run.folder(output.parent / "signs") / f"checkpoints/step_{step:06}"
-            flags = f"{checkpoint} {TINY} --tokens 60 --controls 30"
-            found.append(State(f"tiny, step {step} of {run.row}", run.seed, flags))
+        for run in [run for run in signs.RUNS if run.row in ("STAPO", "JustRL")]:
+            flags = f"{{base}}/checkpoints/step_{step:06} {TINY} --tokens 60 --controls 30"
+            base, folder = f"{run.program} {run.flags} --seed {run.seed}", run.folder(Path("signs"))
+            name = f"tiny, step {step} of {run.row}"
+            found.append(State(name, run.seed, flags, base, str(folder)))
     return found
 
 
-def measure_all(part: str, output: Path, jobs: int, model: str) -> Lines:
-    """Make the runs that a part needs, measure its states, `jobs` at a time, and read the lines."""
-    if part == "tiny":
-        runs.make_all(TINY_RUNS, output.parent / "signs", jobs, model)
-        for noise in NOISE:
-            program = f"experiments/make_tiny.py --noise {noise / 100} --seed 0"
-            runs.make(program, output / f"noise-{noise}")
-    else:
-        runs.make_all(SMOLLM2_RUNS, output, jobs, model)
-    states = list_states(part, output)
+def measure_all(states: list[State], args: argparse.Namespace) -> Lines:
+    """Make the models, measure their tokens, --jobs at a time, and read the lines."""
+
+    def make_base(base: tuple[str, str]) -> None:
+        program, folder = base
+        if program:
+            runs.make(program.replace("{model}", args.model), args.output.parent / folder)
 
     def measure(state: State) -> Lines:
-        folder = runs.named(f"{state.row}-{state.seed}", output)
-        flags = state.flags.replace("{model}", model).split()
-        runs.call(["scripts/credit.py", *flags, "--output", folder])
+        flags = state.flags.replace("{model}", args.model)
+        flags = flags.replace("{base}", str(args.output.parent / state.folder))
+        folder = runs.named(f"{state.row}-{state.seed}", args.output)
+        words = f"{flags} {args.more}".split()
+        runs.call(["scripts/credit.py", *words, "--output", folder])
         return [compact(state, row) for row in runs.read_rows(folder / "credit.jsonl")]
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return sum(pool.map(measure, states), [])
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(make_base, {(state.base, state.folder) for state in states}))
+        return sum(tqdm(pool.map(measure, states), total=len(states), unit="model"), [])
 
 
 def compact(state: State, row: dict) -> dict:
     """A line of the results: a token, without its context."""
-    numbers = {key: runs.short(row[key]) for key in ("p", "H", "A", "rank", "rare_p", "V", "Q")}
-    if "placebo" in row:
-        numbers["placebo"] = runs.short(row["placebo"])
-    words = {key: row[key] for key in ("kind", "problem", "response", "t", "token", "answered")}
+    words = {key: row[key] for key in ("kind", "problem", "t", "token", "answered")}
+    names = [key for key in NUMBERS if key in row]
+    numbers = {key: float(f"{row[key]:.3g}") for key in names}
     return {"row": state.row, "seed": state.seed, **words, **numbers}
 
 
 # ----------------------------------------------------------------------------------------- tables
 
 
-def interval(rows: Lines, minus: Lines = (), name: str = "Q") -> tuple[float, float, float] | None:
+def interval(
+    rows: Lines, minus: Lines | None = None, name: str = "Q"
+) -> tuple[float, float, float] | None:
     """The mean of Q - V, minus that of other tokens, and its 95 % interval, in points.
 
     Student's over the training seeds, or if some seed has few tokens, or there is one seed,
     clustered by problem. None for too few problems.
     """
-    seeds = sorted({row["seed"] for row in [*rows, *minus]})
-    by_seed = [
-        [[row for row in part if row["seed"] == seed] for part in (rows, minus)] for seed in seeds
-    ]
-    fewest = min((len(part) for parts in by_seed for part in parts[: 1 + bool(minus)]), default=0)
-    if len(seeds) > 1 and fewest >= FEWEST:
-        values = [estimate(*parts, name)[0] for parts in by_seed]
+    parts = [rows] if minus is None else [rows, minus]
+    seeds = {row["seed"] for part in parts for row in part}
+    by_seed = [[[x for x in part if x["seed"] == seed] for part in parts] for seed in seeds]
+    if len(seeds) > 1 and min(len(part) for each in by_seed for part in each) >= FEWEST:
+        values = [estimate(*each, name=name)[0] for each in by_seed]
         mean, half = fmean(values), runs.T_95[len(values)] * stdev(values) / len(values) ** 0.5
     elif found := estimate(rows, minus, name):
         mean, half = found[0], 1.96 * found[1]
@@ -155,15 +155,23 @@ def by_rank(rows: Lines, q: float) -> tuple[Lines, Lines]:
 
 def pair_table(states: dict[str, tuple[Lines, Lines]], name: str = "Q", rules: bool = False) -> str:
     """Q - V of two sets of candidates in each state, and the difference; with the rules' words."""
-    heading, cells = ["", "n", "V, %", "low", "high", "high minus low"], []
+    heading = ["", "n", "V, %", "rare p, %", "low", "high", "high minus low"]
+    cells = []
     for state, (low, high) in states.items():
         both = low + high
         if not both:
             continue
         v = fmean(row["V"] for row in both)
+        means = [
+            " / ".join(
+                f"{100 * fmean(row[key] for row in part):.0f}" if part else "-"
+                for part in (low, high)
+            )
+            for key in ("V", "rare_p")
+        ]
         found = [interval(low, name=name), interval(high, name=name)]
-        found.append(interval(high, low, name) if low and high else None)
-        cells.append([state, f"{len(low)} + {len(high)}", f"{100 * v:.0f}", *map(shown, found)])
+        found.append(interval(high, low, name))
+        cells.append([state, f"{len(low)} / {len(high)}", *means, *map(shown, found)])
         if rules and min(len(low), len(high)) >= FEWEST and 0.15 <= v <= 0.85:
             cells[-1].append(verdict(found[0], "harmful", "contribute nothing", "refuted"))
             words = ("the better half", "nothing", "the worse half")
@@ -243,25 +251,17 @@ def figure(lines: Lines, file: Path) -> None:
     picture.savefig(file, dpi=200)
 
 
-TINY_RUNS = [run for run in signs.RUNS if run.row in ("STAPO", "JustRL")]
-SMOLLM2_RUNS = runs.list_runs({"SmolLM2 JustRL": ("", range(303, 309))}, TRAINING, "", "")
-NOISE = (1, 12)  # %
+NUMBERS = ("p", "H", "A", "rank", "rare_p", "V", "Q", "placebo")
 DRAWN = {  # states and colours
     "tiny, before training": "C0",
     "tiny, step 28 of STAPO": "C9",
     "SmolLM2, before training": "C1",
     "SmolLM2, step 3 of JustRL": "C3",
 }
-PARTS = {"credit": Part([], report, figure)}
-
 if __name__ == "__main__":
-    parser = runs.make_parser(__doc__, ["tiny", "SmolLM2"])
-    parser.add_argument("--output", type=Path, default=Path("runs/credit"))
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    args = parser.parse_args()
+    args = runs.parse_args(__doc__, ["tiny", "SmolLM2"])
     made: Lines = []
-    for part in [] if args.table else [args.only] if args.only else ["tiny", "SmolLM2"]:
-        made += measure_all(part, args.output.resolve(), args.jobs, args.model)
+    for part in args.made:
+        made += measure_all(list_states(part)[: args.limit], args)
     args.only = "credit"  # all tables are of one part
-    runs.finish(args, made, PARTS)
+    runs.finish(args, made, {"credit": Part([], report, figure)})

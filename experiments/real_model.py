@@ -1,7 +1,7 @@
 """STAPO and JustRL on SmolLM2-135M: the recipe, and a verifier that errs.
 
     python experiments/real_model.py --model FOLDER --only errs    # 40 to 115 minutes a run
-    python experiments/real_model.py --table --only errs --figure docs/real-model.png
+    python experiments/real_model.py --table --only errs
 
 "recipe": `stapo.py @recipes/smollm2-135m-cpu` over seeds. "errs": the reward is turned over for a
 share of the responses, and all runs of a seed begin from the same ten steps of JustRL. The code in
@@ -18,7 +18,7 @@ from statistics import fmean
 
 import runs
 from drift import chance
-from runs import Lines, Part, Run, by_step, mean_of, rows_of, table
+from runs import Lines, Part, Run, mean_of, rows_of, table
 
 sys.path.insert(0, str(runs.ROOT / "scripts"))
 from rewards import one_sentence  # noqa: E402
@@ -122,14 +122,6 @@ def report_errs(lines: Lines) -> str:
     return f"{table(own, every)}\n\n{table(tested, gaps)}"
 
 
-def figure(lines: Lines, file: Path) -> None:
-    """The entropy of the arms and of the pilots, by the step."""
-    rows = [line["row"] for line in lines if "pilot" in line["row"]]
-    pilots = {row.partition(",")[0]: by_step(lines, row, "entropy") for row in rows}
-    arms = {name: by_step(lines, f"{SHARE} % turned over, {name}", "entropy") for name in ARMS}
-    runs.draw(file, {"entropy, nats: arms": arms, "entropy, nats: pilots": pilots}, "step")
-
-
 SHARE = 35  # % of the rewards: no pilot rises
 STILL = {"recipe, before training": ("--lr 0 --steps 2", [0])}
 ROWS = {f"recipe, {name}": (f"--method {runs.METHODS[name]}", range(5)) for name in PAIR}
@@ -140,7 +132,7 @@ PILOT = {"JustRL, pilot": "justrl"}
 PILOT_RUNS = sum((list_errs(PILOT, share, [200]) for share in (20, 35, 50)), [])
 PARTS = {
     "pilots": Part(PILOT_RUNS, report_pilots),
-    "errs": Part(list_errs(ARMS, SHARE, range(10, 13)), report_errs, figure),
+    "errs": Part(list_errs(ARMS, SHARE, range(10, 13)), report_errs),
     "recipe": Part(RECIPE_RUNS, report_recipe),
 }
 CURVES = ("entropy", "entropy_p80", "entropy_p99", "accuracy", "low_prob_fraction", "candidates")

@@ -363,19 +363,27 @@ def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> Non
         parts[args.only].figure(lines, args.figure)
 
 
-def main(doc: str, measure: Measure, curves: Sequence[str], parts: dict[str, Part]) -> None:
-    """Make runs, and their tables. `curves` are the metrics of which every step is kept."""
+def parse_args(doc: str, parts: Iterable[str]) -> argparse.Namespace:
+    """The command line of a program that makes runs. `made` are the parts whose runs are made."""
     parser = make_parser(doc, parts)
-    parser.add_argument("--output", type=Path, help="folder of the runs (default: runs/NAME)")
+    output = Path("runs", Path(sys.argv[0]).stem)
+    parser.add_argument("--output", type=Path, default=output, help="folder of the runs")
     parser.add_argument("--limit", type=int, help="only the first so many runs of each part")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
-    parser.add_argument("--more", default="", help="flags of stapo.py, to try a smaller run")
+    parser.add_argument("--more", default="", help="more flags of a run, to try a smaller one")
     model = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    parser.add_argument("--model", default=model, help="of real_model.py: Hub id or folder")
+    parser.add_argument("--model", default=model, help="of SmolLM2: Hub id or folder")
     args = parser.parse_args()
-    output = (args.output or Path("runs", Path(sys.argv[0]).stem)).resolve()
-    made = []
-    for name in [] if args.table else [args.only] if args.only else parts:
+    args.output = args.output.resolve()
+    args.made = [] if args.table else [args.only] if args.only else list(parts)
+    return args
+
+
+def main(doc: str, measure: Measure, curves: Sequence[str], parts: dict[str, Part]) -> None:
+    """Make runs, and their tables. `curves` are the metrics of which every step is kept."""
+    args, made = parse_args(doc, parts), []
+    output = args.output
+    for name in args.made:
         runs = parts[name].runs
         if args.seeds:
             rows = {run.row: run for run in runs}

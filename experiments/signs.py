@@ -1,16 +1,18 @@
 """Where rare tokens are silenced: in right answers (STAPO), in wrong answers instead, or in both.
 
-python experiments/signs.py --jobs 2    # the runs and the tables: an hour of one core
+python experiments/signs.py --jobs 2    # the runs and the tables: half an hour
 
-credit-protocol.md says what would support and what would refute. experiments/credit.py looks at the
-checkpoints of STAPO and JustRL.
+credit-protocol.md says what would support and what would refute. experiments/credit.py measures
+tokens of the runs of STAPO and JustRL.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import runs
+import torch
 from runs import Lines, Part, mean_of
 
 import stapo
@@ -25,19 +27,14 @@ METHODS = {
 }
 
 
-def silence_both(batch: stapo.Batch, policy: stapo.Policy | None, cfg: stapo.Config):
-    """S2T with |A| for A: rare tokens of right and of wrong answers are candidates."""
-    return silence_as(batch.advantages.abs(), batch, policy, cfg)
+def silence_as(seen: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., stapo.Choice]:
+    """A method: STAPO's choice, if seen(advantages) were the advantages."""
 
+    def choose(batch: stapo.Batch, policy: stapo.Policy | None, cfg: stapo.Config) -> stapo.Choice:
+        other = replace(batch, advantages=seen(batch.advantages))
+        return stapo.silence_spurious(other, policy, cfg)
 
-def silence_wrong(batch: stapo.Batch, policy: stapo.Policy | None, cfg: stapo.Config):
-    """S2T with -A for A: rare tokens of wrong answers are candidates."""
-    return silence_as(-batch.advantages, batch, policy, cfg)
-
-
-def silence_as(seen, batch: stapo.Batch, policy: stapo.Policy | None, cfg: stapo.Config):
-    """STAPO's choice, if `seen` (B,) were the advantages."""
-    return stapo.silence_spurious(replace(batch, advantages=seen), policy, cfg)
+    return choose
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -51,22 +48,20 @@ def report(lines: Lines) -> str:
     """Accuracy in percent, and in points minus STAPO's: paired, with 95 % intervals."""
     rows = runs.rows_of(lines)
     columns = dict.fromkeys(SPANS, ".1f") | {"entropy, last five": ".2f"}
-    stapo_runs = rows["STAPO"]
-    gaps = {row: runs.minus(rows[row], stapo_runs, columns) for row in rows if row != "STAPO"}
+    gaps = {row: runs.minus(rows[row], rows["STAPO"], columns) for row in rows}
+    del gaps["STAPO"]
     signed = {key: f"95 +{form}" for key, form in columns.items()}
     return f"{runs.table(columns, rows)}\n\n{runs.table(signed, gaps)}"
 
 
 ROWS = {name: (f"--method {method}", range(40, 45)) for name, method in METHODS.items()}
-RUNS = [
-    run._replace(program="experiments/signs.py train")
-    for run in runs.list_runs(ROWS, FLAGS, "", "")
-]
+PROGRAM = "experiments/signs.py train"
+RUNS = [run._replace(program=PROGRAM) for run in runs.list_runs(ROWS, FLAGS, "", "")]
 PARTS = {"signs": Part(RUNS, report)}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:  # stapo.py with two more methods
-        stapo.METHODS |= {"both": silence_both, "wrong": silence_wrong}
+        stapo.METHODS |= {"both": silence_as(torch.abs), "wrong": silence_as(torch.neg)}
         stapo.main(sys.argv[2:])
     else:
         runs.main(__doc__, measure, ["accuracy", "entropy", "candidates", "silenced"], PARTS)

@@ -21,10 +21,9 @@ stopped, the same command goes on.
 """
 
 import json
-import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -194,66 +193,54 @@ def measure(policy: Policy, task: stapo.Task, rows: list[dict], cfg: Config, fil
     left = [number for number in range(len(rows)) if number not in done]
     left.sort(key=lambda number: rows[number]["t"])  # in a chunk, equally many tokens are left
     size = max(1, 2 * cfg.rollout_batch_size // cfg.continuations)
-    chunks = [left[i : i + size] for i in range(0, len(left), size)]
     with gathered(policy) as model:
-        for numbers in progress.track(chunks, "continuations"):
-            found: dict[int, dict] = {number: {"number": number} for number in numbers}
+        for start in progress.track(range(0, len(left), size), "continuations"):
+            found = {number: {"number": number} for number in left[start : start + size]}
             for name in ("V", "Q", "placebo"):
-                prefixes = {i: prefix(rows[i], name) for i in numbers}
-                prefixes = {i: ids for i, ids in prefixes.items() if ids}
-                rewards = continue_all(model, task, rows, prefixes, name, cfg)
-                for i in prefixes:
-                    found[i][name] = rewards[i]
+                some = [i for i in found if name != "placebo" or "placebo_id" in rows[i]]
+                rewards = continue_all(model, task, [rows[i] for i in some], name, cfg)
+                for i, each in zip(some, rewards, strict=True):
+                    found[i][name] = each
             append_rows(file, list(found.values()))
 
 
-def prefix(row: dict, name: str) -> list[int] | None:
-    """Return the ids that are continued for V, for Q, or for a placebo (None without one)."""
-    before, token = row["ids"][: row["start"] + row["t"]], row["ids"][row["start"] + row["t"]]
-    if name == "placebo":
-        return [*before, row["placebo_id"]] if "placebo_id" in row else None
-    return before if name == "V" else [*before, token]
-
-
 def continue_all(
-    model: Model,
-    task: stapo.Task,
-    rows: list[dict],
-    prefixes: dict[int, list[int]],
-    name: str,
-    cfg: Config,
-) -> dict[int, list[float]]:
-    """Return the rewards of K continuations of each prefix, {number of a row: ids}.
+    model: Model, task: stapo.Task, rows: list[dict], name: str, cfg: Config
+) -> list[list[float]]:
+    """Return the rewards of K continuations for each token.
 
-    A continuation ends where its response would have been cut. A prefix that has ended already, by
-    a stop id or by its length, has one reward: its own.
+    name: "V" for before the token, "Q" for behind it, "placebo" for behind its placebo. A
+    continuation ends where its response would have been cut. Text that has ended already, by a stop
+    id or by its length, has one reward: its own.
     """
     stops = set(stop_ids(model, task.tokenizer))
-    ends = {i: rows[i]["start"] + cfg.max_new_tokens for i in prefixes}  # where responses are cut
-    whole: dict[int, list[list[int]]] = {i: [] for i in prefixes}
-    waiting = []
-    for i, ids in prefixes.items():
-        if len(ids) == ends[i] or (len(ids) > rows[i]["start"] and ids[-1] in stops):
-            whole[i] = [ids]
-        else:
-            waiting += [(i, k) for k in range(cfg.continuations)]
+    texts: list[list[list[int]]] = []  # for each token the ids of texts
+    waiting, seeds = [], []
+    for i, row in enumerate(rows):
+        at = row["start"] + row["t"]
+        behind = {"V": [], "Q": [row["ids"][at]], "placebo": [row.get("placebo_id")]}[name]
+        ids, left = row["ids"][:at] + behind, cfg.max_new_tokens - row["t"] - len(behind)
+        ended = left == 0 or (len(behind) > 0 and behind[0] in stops)
+        texts.append([ids] if ended else [])
+        for k in range(0 if ended else cfg.continuations):
+            waiting.append((i, ids, left))
+            seeds.append(mix_seed(cfg.seed, name, row["response"], row["t"], k))
     sampled = sample(
         model,
         task.tokenizer,
-        [prefixes[i] for i, _ in waiting],
-        max_new_tokens=max((ends[i] - len(prefixes[i]) for i, _ in waiting), default=1),
+        [ids for _, ids, _ in waiting],
+        max_new_tokens=max((left for _, _, left in waiting), default=1),
         batch_size=cfg.rollout_batch_size,
-        seed=[mix_seed(cfg.seed, name, rows[i]["response"], rows[i]["t"], k) for i, k in waiting],
+        seed=seeds,
     )
-    for index, response in sampled:
-        i = waiting[index][0]
-        whole[i].append((prefixes[i] + response.ids)[: ends[i]])
-    rewards = {}
-    for i, each in whole.items():
-        texts = [
-            to_text(task.tokenizer, ids[rows[i]["start"] :], skip_special=True) for ids in each
-        ]
-        rewards[i] = [task.reward(text, task.problems[rows[i]["problem"]]) for text in texts]
+    for number, response in sampled:
+        i, ids, left = waiting[number]
+        texts[i].append(ids + response.ids[:left])
+    rewards = []
+    for row, each in zip(rows, texts, strict=True):
+        words = [to_text(task.tokenizer, ids[row["start"] :], skip_special=True) for ids in each]
+        problem = task.problems[row["problem"]]
+        rewards.append([task.reward(text, problem) for text in words])
     return rewards
 
 
@@ -272,55 +259,54 @@ def add_values(rows: list[dict], lines: Iterable[dict]) -> str:
 
 
 def estimate(
-    rows: list[dict], minus: Sequence[dict] = (), name: str = "Q"
+    rows: list[dict], minus: list[dict] | None = None, name: str = "Q"
 ) -> tuple[float, float] | None:
     """Return the mean of Q - V, minus that of other rows, and its standard error.
 
-    The error is clustered by problem, because tokens come in responses, and responses in groups.
-    name: "Q", or "placebo". None without rows, or with a single problem.
+    name: "Q" or "placebo". The error is clustered by problem, because tokens come in responses, and
+    responses in groups. Returns None if rows are of fewer than two problems.
     """
-    mean, residuals = 0.0, defaultdict(float)
-    for sign, part in ((1, rows), (-1, minus)):
-        if not part:
-            continue
+    mean, residuals = 0.0, defaultdict(float)  # by the problem
+    for sign, part in [(1, rows)] if minus is None else [(1, rows), (-1, minus)]:
+        if len({row["problem"] for row in part}) < 2:
+            return None
         average = fmean(row[name] - row["V"] for row in part)
         mean += sign * average
         for row in part:
             residuals[row["problem"]] += sign * (row[name] - row["V"] - average) / len(part)
     count = len(residuals)
-    if not rows or count < 2:
-        return None
     return mean, (count / (count - 1) * sum(x * x for x in residuals.values())) ** 0.5
 
 
 def table(rows: list[dict]) -> str:
     """Return Q - V by the kind of token and by its place, as a Markdown table."""
-    candidates = [row for row in rows if row["kind"] in CANDIDATES]
-    middle = median(row["H"] for row in candidates) if candidates else 0.0
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    candidates = kinds["silenced"] + kinds["kept"]
+    middle = median([row["H"] for row in candidates] or [0.0])
     low = [row for row in candidates if row["H"] < middle]
     high = [row for row in candidates if row["H"] >= middle]
-    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    groups = {kind: (kinds[kind], [], "Q") for kind in CANDIDATES}
-    groups |= {"candidates, low H": (low, [], "Q"), "candidates, high H": (high, [], "Q")}
-    groups |= {"high H minus low H": (high, low, "Q")}
-    groups |= {kind: (kinds[kind], [], "Q") for kind in KINDS[2:]}
-    groups |= {"placebo, low H": (low, [], "placebo"), "placebo, high H": (high, [], "placebo")}
+    groups = [(kind, kinds[kind], None, "Q") for kind in KINDS]
+    groups += [("candidates, low H", low, None, "Q"), ("candidates, high H", high, None, "Q")]
+    groups += [("high H minus low H", high, low, "Q")]
+    groups += [("placebo, low H", low, None, "placebo")]
+    groups += [("placebo, high H", high, None, "placebo")]
     splits = {
         "Q - V": lambda row: True,
         "first two tokens": lambda row: row["t"] < 2,
         "later": lambda row: row["t"] >= 2,
-        "before the answer": lambda row: row["answered"] is not None and not row["answered"],
-        "behind the answer": lambda row: bool(row["answered"]),
+        "before the answer": lambda row: row["answered"] in (False, 0),
+        "behind the answer": lambda row: row["answered"] in (True, 1),
     }
     shown = [["tokens", "n", "A", "rare p", "V", *splits]]
-    for title, (own, minus, name) in groups.items():
-        means = [fmean(row[key] for row in own) for key in ("A", "rare_p", "V")] if own else []
-        cells = [title, str(len(own)), *(f"{mean:.3g}" for mean in means or [math.nan] * 3)]
-        for here in splits.values():
-            both = [list(filter(here, own)), list(filter(here, minus))]
-            found = estimate(*both, name) if all(both[: 1 + bool(minus)]) else None
-            cells.append("-" if found is None else "{:+.3f} ± {:.3f}".format(*found))
-        shown.append(cells)
+    for title, own, minus, name in groups:
+        if not own:
+            continue
+        means = [fmean(row[key] for row in own) for key in ("A", "rare_p", "V")]
+        shown.append([title, str(len(own)), *(f"{mean:.3g}" for mean in means)])
+        for holds in splits.values():
+            others = None if minus is None else list(filter(holds, minus))
+            found = estimate(list(filter(holds, own)), others, name)
+            shown[-1].append("{:+.3f} ± {:.3f}".format(*found) if found else "-")
     return markdown(shown)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,42 @@ def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
     assert runs.resolved(["x"], rows) == f"{holm} Alone, also in {alone}."
 
 
+@pytest.fixture(scope="module")
+def credit() -> dict:
+    """The names of experiments/credit.py: `import credit` is the script that it calls."""
+    return runpy.run_path(str(ROOT / "experiments" / "credit.py"))
+
+
+def test_an_interval_is_over_seeds_or_clustered_by_problem(credit):
+    """Over seeds with 40 tokens each. With fewer they are pooled, and a problem is a cluster."""
+    worth = {1: 0.1, 2: 0.2, 3: 0.6}  # Q - V of all tokens of a seed
+    rows = [
+        {"seed": seed, "problem": i, "V": 0.3, "Q": 0.3 + x}
+        for seed, x in worth.items()
+        for i in range(40)
+    ]
+    half = 4.303 * 0.264575 / 3**0.5  # Student with n = 3 times the standard error
+    assert credit["interval"](rows) == pytest.approx(
+        [30, 30 - 100 * half, 30 + 100 * half], rel=1e-3
+    )
+    few = [row for row in rows if row["problem"] < 2]  # each problem has the mean 0.3
+    assert credit["interval"](few) == pytest.approx([30, 30, 30])
+    few = [row | {"problem": row["seed"]} for row in few]
+    half = 1.96 * 0.264575 / 3**0.5
+    assert credit["interval"](few) == pytest.approx(
+        [30, 30 - 100 * half, 30 + 100 * half], rel=1e-3
+    )
+
+
+def test_the_words_of_the_protocols_rules(credit):
+    words = ("harmful", "nothing", "refuted")
+    said = {(-9, -6): "harmful", (-9, -1): "harmful", (-9, 1): "not resolved", (1, 9): "refuted"}
+    said |= {(-4, 4): "nothing", (-4, -1): "harmful, nothing", (1, 5): "refuted, nothing"}
+    for (low, high), word in said.items():
+        assert credit["verdict"]((0, low, high), *words) == word
+    assert credit["verdict"](None, *words) == "-"
+
+
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_every_planned_run_is_one_of_stapo(part, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -161,6 +198,8 @@ def test_the_real_model_from_a_package(tmp_path, monkeypatch):
         "drift --only criterion --seeds 5 --limit 1",
         "openings --limit 1",
         "real_model --only pilots --limit 1 --model tests/tiny",
+        "signs --limit 1",
+        "credit --only tiny --limit 1",
         "causal --seeds 0",
         "toy --seeds 1",
     ],
@@ -178,7 +217,7 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
     shutil.copytree(TINY, before)
     table = [line for line in printed(name, *flags) if line.startswith("|")]
     lines = read_rows(tmp_path / "results.jsonl")
-    assert lines and all(line["numbers"] for line in lines)
+    assert lines and all(line.get("numbers") or line["V"] is not None for line in lines)
     assert any(row.startswith("| ") for row in table)
     if made := sorted(tmp_path.glob("runs/*/metrics.jsonl")):
         times = [file.stat().st_mtime_ns for file in made]

@@ -18,7 +18,7 @@ NEEDS = pytest.mark.skipif(
 pytestmark = [pytest.mark.gpu, NEEDS]
 
 PROGRAM = """
-import torch, eval, stapo, tokens
+import torch, credit, eval, stapo, tokens
 from support import ranks
 assert ranks.device().type == "cuda" and not torch.zeros(1).is_cuda
 calls = []
@@ -29,7 +29,7 @@ for name in ("empty_cache", "mem_get_info"):
     setattr(torch.cuda, name, spy)
 for command in FLAGS.split(";"):
     program, *flags = command.split()
-    {"stapo": stapo, "eval": eval, "tokens": tokens}[program].main(flags)
+    {"stapo": stapo, "eval": eval, "tokens": tokens, "credit": credit}[program].main(flags)
 assert eval.load("tests/tiny")[0].dtype == torch.bfloat16
 assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -62,11 +62,14 @@ def test_everything_runs_on_a_gpu(tmp_path):
         --eval_benchmarks tests/tiny/test.jsonl --eval_samples 2 --output {output};
         stapo --steps 2 --resume {output};
         tokens {output} --output {tmp_path}/tokens;
+        credit {output} --tau_p 0.5 --tokens 2 --controls 2 --continuations 2 --batches 2
+        --output {tmp_path}/credit;
         eval --model {output}/checkpoints/step_000002 --benchmarks tests/tiny/test.jsonl --limit 1
         --samples 2 --reward= --max_new_tokens 6 --output {tmp_path}/eval""",
         tmp_path,
     )
     assert "<article>" in (tmp_path / "tokens" / "responses.html").read_text()
+    assert len(read_rows(tmp_path / "credit" / "credit.jsonl")) > 4
     lines = read_rows(output / "metrics.jsonl")
     found = [(line["step"], "eval" in line) for line in lines]
     assert found == [(0, True), (1, False), (2, False), (2, True)]
