@@ -47,11 +47,15 @@ CANDIDATES = ("silenced", "kept")
 RARE = (*CANDIDATES, "rare, wrong")
 KINDS = (*RARE, "likely, right", "likely, wrong")
 SHOWN = 20  # tokens of either end on the page
-READ = """Q - V of tokens in right answers is too high: of equal tokens, one that helped is more
-often in a right answer. The likely tokens of the same answers show by how much. The placebo is free
-of this. Q - V cannot be below -V. Its mean over all tokens that the model can draw is 0. So where
-rare tokens hold much of the probability ("rare p"), their mean cannot be far from 0.
-± is one standard error, clustered by problem."""
+READ = (
+    "A is what training gives a token, Q - V is what the token was worth. ± is one standard error, "
+    "clustered by problem.\n"
+    "In right answers Q - V is too high, by selection: of two equal tokens, the one that was "
+    "followed by a right answer is there. The likely tokens of the same answers show by how much. "
+    "The placebo is free of this.\n"
+    "Q - V cannot be below -V. Its mean over all tokens that the model can draw at a place is 0. "
+    'So where rare tokens hold much of the probability ("rare p"), their mean cannot be far from 0.'
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,10 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
         return [each[i] for i in order[:count].tolist()]
 
     drawn = {kind: draw(found[kind], most[kind]) for kind in RARE}
+    if not any(drawn.values()):
+        raise InputError(
+            f"--batches {cfg.batches}: no rare token in them; give more, or larger ones"
+        )
     near_candidates = draw(drawn["silenced"] + drawn["kept"], cfg.controls)
     chosen = sum(drawn.values(), [])
     chosen += likely_tokens(near_candidates, "likely, right", cfg)
@@ -175,11 +183,14 @@ def describe(
     return row
 
 
-def load_answered(cfg: Config) -> Callable[[str, dict], bool | float | None]:
+def load_answered(cfg: Config) -> Callable[[str, dict], bool | None]:
     """Return the function that says of a text and its problem whether it has an answer."""
     if not cfg.reward:
         return lambda text, problem: extract_answer(text) is not None
-    return load_reward(cfg.answered) if cfg.answered else lambda text, problem: None
+    if not cfg.answered:
+        return lambda text, problem: None
+    own = load_reward(cfg.answered)
+    return lambda text, problem: bool(own(text, problem))
 
 
 # ------------------------------------------------------------------------------------------ V and Q
@@ -294,8 +305,8 @@ def table(rows: list[dict]) -> str:
         "Q - V": lambda row: True,
         "first two tokens": lambda row: row["t"] < 2,
         "later": lambda row: row["t"] >= 2,
-        "before the answer": lambda row: row["answered"] in (False, 0),
-        "behind the answer": lambda row: row["answered"] in (True, 1),
+        "before the answer": lambda row: row["answered"] is False,
+        "behind the answer": lambda row: row["answered"] is True,
     }
     shown = [["tokens", "n", "A", "rare p", "V", *splits]]
     for title, own, minus, name in groups:
@@ -340,6 +351,7 @@ def shown_response(row: dict, task: stapo.Task, cfg: Config) -> dict:
         "silenced": [a and b for a, b in zip(low_p, low_h)],
         "marked": sum(a and b for a, b in zip(low_p, low_h)),
         "likeliest": likeliest,
+        "measured": at - first,
         "start": first - row["start"],
         "length": len(row["ids"]) - row["start"],
     }
@@ -348,15 +360,14 @@ def shown_response(row: dict, task: stapo.Task, cfg: Config) -> dict:
 # ---------------------------------------------------------------------------------------------- run
 
 
-def open_folder(folder: Path, made_from: dict[str, Any]) -> None:
-    """Write flags.json, or compare it. Raises InputError if a file of others is in the folder."""
+def check_folder(folder: Path, made_from: dict[str, Any]) -> None:
+    """Raise InputError if a folder has tokens of other flags, weights or data, or other files."""
     file = folder / "flags.json"
     if not file.exists():
-        must_be_empty(folder, "name")
-        write_whole(file, json.dumps(made_from, indent=2) + "\n")
+        return must_be_empty(folder, "name")
     stored = json.loads(file.read_text("utf-8"))
     for name, value in made_from.items():
-        if stored[name] != value:
+        if stored.get(name) != value:
             what = f"{folder} holds tokens that were measured with another one"
             raise InputError(f"--{name}: {what}; name another --output")
 
@@ -366,11 +377,12 @@ def run(cfg: Config) -> None:
     out = Path(cfg.output)
     task, policy = stapo.load_task(cfg), load_policy(cfg.model)
     known = {"model": weights_of(cfg.model), "data": task.data_fingerprint}
-    known |= {"output": "", "threads": 0}  # these two may change
-    open_folder(out, asdict(cfg) | known)
+    made_from = asdict(cfg) | known | {"output": "", "threads": 0}  # these two may change
+    check_folder(out, made_from)
     if not (out / "tokens.jsonl").exists():
-        step = tokens.next_step(cfg.model)
-        write_rows(out / "tokens.jsonl", choose_tokens(policy, task, step, cfg))
+        chosen = choose_tokens(policy, task, tokens.next_step(cfg.model), cfg)
+        write_whole(out / "flags.json", json.dumps(made_from, indent=2) + "\n")
+        write_rows(out / "tokens.jsonl", chosen)
     rows = list(read_lines(out / "tokens.jsonl"))
     measure(policy, task, rows, cfg, out / "rewards.jsonl")
     unit = add_values(rows, read_lines(out / "rewards.jsonl"))
@@ -381,7 +393,8 @@ def run(cfg: Config) -> None:
     ends = candidates[:SHOWN] + candidates[SHOWN:][-SHOWN:]
     shown = [shown_response(row, task, cfg) for row in ends]
     title = f"{cfg.model}: what tokens are worth"
-    write_whole(out / "tokens.html", responses.page(title, READ, shown, cfg.tau_p))
+    rule = f"The measured token has a frame. The lowest Q - V is first, the highest last.\n{READ}"
+    write_whole(out / "tokens.html", responses.page(title, rule, shown, cfg.tau_p))
     whole = ("ids", "all_p", "all_H", "likeliest")  # tokens.jsonl has these
     lines = [{key: x for key, x in row.items() if key not in whole} for row in rows]
     write_rows(out / "credit.jsonl", lines)

@@ -43,6 +43,7 @@ article {{ border-top: 1px solid #e6e2db; padding: 1.4rem 0 1.6rem; line-height:
   margin: 0 .15em; line-height: 1.4; text-decoration: none; print-color-adjust: exact;
 }}
 del::before {{ content: "⊘"; font-weight: 400; margin-right: .25em; }}
+.tokens > .measured {{ outline: 2px solid #2b2a28; }}
 /* One place for what is known of the token under the pointer or in focus. */
 .hint, article .tokens > :hover::after, article .tokens > :focus::after {{
   position: fixed; right: max(1.25rem, 50vw - 32.75rem); top: 2.5rem;
@@ -62,8 +63,7 @@ article .tokens > :hover::after, article .tokens > :focus::after {{
 </style>
 <h1>{title}</h1>
 <p class="soft">Tokens of responses with A &gt; 0. p is the token's probability under the policy
-that sampled. H is the entropy of the policy's distribution at the token's place. Responses with
-silenced tokens come first.</p>
+that sampled. H is the entropy of the policy's distribution at the token's place.</p>
 <p class="soft rule">{rule}</p>
 <dl>
 <dt class="tokens"><del>silenced</del></dt><dd>p &lt; τ_p and H &lt; τ_h: left out of the loss</dd>
@@ -96,8 +96,9 @@ def about(response: dict, t: int, tau_p: float) -> str:
         f"p  {p:<8.3g} {'<' if p < tau_p else '≥'} τ_p = {tau_p:g}",
         f"H  {entropy:<8.3g} {'<' if entropy < tau_h else '≥'} τ_h = {tau_h:.3g} nats",
         f"A  {response['advantage']:+.2f}\n",
-        "The likeliest words here:",
     ]
+    if response["likeliest"][t]:
+        lines.append("The likeliest words here:")
     lines += [f"{share:<10.3g} {visible(word, '␣')}" for word, share in response["likeliest"][t]]
     return "\n".join(lines)
 
@@ -106,6 +107,7 @@ def token(response: dict, t: int, tau_p: float) -> str:
     """Return token t as HTML. Its line breaks follow the element: within, they have its colour."""
     tag = TAGS[response["low_p"][t], response["low_h"][t]]
     text, known = visible(response["token"][t]), about(response, t, tau_p)
+    tag += ' class="measured"' * (t == response.get("measured"))  # of credit.py
     element = f'<{tag} data-about="{html.escape(known)}">{html.escape(text)}</{tag.split()[0]}>'
     return element + "\n" * response["token"][t].count("\n")
 

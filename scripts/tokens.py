@@ -241,6 +241,7 @@ def run(cfg: stapo.Config) -> None:
     # row % G is a response's number in its group, so the first responses are of many problems.
     rows = sorted(t["row"].unique().tolist(), key=lambda i: (i not in marked, i % cfg.group_size))
     described = [describe(t, row, samples[row], task) for row in rows[:SHOWN]]
+    what += "\n\nResponses with silenced tokens come first."
     page = responses.page(f"{cfg.model}: right answers, token by token", what, described, cfg.tau_p)
     (out / "responses.html").write_text(page, "utf-8")
     progress.say(f"\n{table}\nfigures in {out}")

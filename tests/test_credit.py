@@ -10,6 +10,8 @@ from helpers import SHAPE, read_rows, refused, write_rows
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from support.run import read_lines
+
 pytest.importorskip("matplotlib", reason="tokens.py needs matplotlib")
 import credit  # noqa: E402
 
@@ -130,6 +132,8 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, capsys):
         (out / name).unlink()
     credit.main(flags.split())
     assert whole == {name: (out / name).read_text() for name in whole}
+    numbers = [line["number"] for line in read_lines(out / "rewards.jsonl")]
+    assert sorted(numbers) == list(range(whole["credit.jsonl"].count("\n")))  # each once
     assert whole["tokens.html"].count("<article>") == min(
         40, whole["credit.jsonl"].count("placebo_")
     )
