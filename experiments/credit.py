@@ -9,6 +9,7 @@ scripts/credit.py measures the tokens of a state. The code in experiments/README
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,9 +81,9 @@ def measure_all(states: list[State], args: argparse.Namespace) -> Lines:
 
     def measure(state: State) -> Lines:
         flags = state.flags.replace("{model}", args.model)
-        flags = flags.replace("{base}", str(args.output.parent / state.folder))
+        base = shlex.quote(str(args.output.parent / state.folder))
         folder = runs.named(f"{state.row}-{state.seed}", args.output)
-        words = f"{flags} {args.more}".split()
+        words = shlex.split(f"{flags.replace('{base}', base)} {args.more}")
         runs.call(["scripts/credit.py", *words, "--output", folder])
         return [compact(state, row) for row in runs.read_rows(folder / "credit.jsonl")]
 
@@ -93,10 +94,11 @@ def measure_all(states: list[State], args: argparse.Namespace) -> Lines:
 
 def compact(state: State, row: dict) -> dict:
     """A line of the results: a token, without its context."""
-    words = {key: row[key] for key in ("kind", "problem", "t", "token", "answered")}
-    names = [key for key in NUMBERS if key in row]
-    numbers = {key: float(f"{row[key]:.3g}") for key in names}
-    return {"row": state.row, "seed": state.seed, **words, **numbers}
+    names = ["kind", "problem", "t", "token", "p", "H", "A", "rare_p", "V", "Q"]
+    if row["kind"] in CANDIDATES:
+        names += ["rank", "answered", "placebo"]
+    numbers = {key: float(f"{row[key]:.3g}") for key in names if isinstance(row[key], float)}
+    return {"row": state.row, "seed": state.seed} | {key: row[key] for key in names} | numbers
 
 
 # ----------------------------------------------------------------------------------------- tables
@@ -141,7 +143,7 @@ def halves(rows: Lines) -> tuple[Lines, Lines]:
     found: tuple[Lines, Lines] = ([], [])
     for seed in {row["seed"] for row in rows}:
         own = [row for row in rows if row["seed"] == seed and row["kind"] in CANDIDATES]
-        middle = median(row["H"] for row in own)
+        middle = median([row["H"] for row in own] or [0.0])
         for row in own:
             found[row["H"] >= middle].append(row)
     return found
@@ -169,8 +171,7 @@ def pair_table(states: dict[str, tuple[Lines, Lines]], name: str = "Q", rules: b
             )
             for key in ("V", "rare_p")
         ]
-        found = [interval(low, name=name), interval(high, name=name)]
-        found.append(interval(high, low, name))
+        found = [interval(low, name=name), interval(high, name=name), interval(high, low, name)]
         cells.append([state, f"{len(low)} / {len(high)}", *means, *map(shown, found)])
         if rules and min(len(low), len(high)) >= FEWEST and 0.15 <= v <= 0.85:
             cells[-1].append(verdict(found[0], "harmful", "contribute nothing", "refuted"))
@@ -212,6 +213,8 @@ def report(lines: Lines) -> str:
     for name, own in rows.items():
         for kind in KINDS:
             its = [row for row in own if row["kind"] == kind]
+            if not its:
+                continue
             means = [fmean(row[key] for row in its) for key in ("A", "rare_p", "V")]
             worth = shown(interval(its))
             cells.append([f"{name}: {kind}", len(its), f"{means[0]:+.2f}"])
@@ -251,7 +254,6 @@ def figure(lines: Lines, file: Path) -> None:
     picture.savefig(file, dpi=200)
 
 
-NUMBERS = ("p", "H", "A", "rank", "rare_p", "V", "Q", "placebo")
 DRAWN = {  # states and colours
     "tiny, before training": "C0",
     "tiny, step 28 of STAPO": "C9",

@@ -350,7 +350,8 @@ def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> Non
     lines = sum((by_run(stored) | by_run(made)).values(), [])
     if made:
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        args.results.write_text(text)
     program = Path(sys.argv[0]).name
     page = [f"# Tables of {program}\n\n`experiments/{program} --table` writes this page."]
     for name, part in parts.items():
