@@ -88,15 +88,16 @@ def measure_all(states: list[State], args: argparse.Namespace) -> Lines:
         return [compact(state, row) for row in runs.read_rows(folder / "credit.jsonl")]
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(make_base, {(state.base, state.folder) for state in states}))
+        list(pool.map(make_base, dict.fromkeys((state.base, state.folder) for state in states)))
         return sum(tqdm(pool.map(measure, states), total=len(states), unit="model"), [])
 
 
 def compact(state: State, row: dict) -> dict:
-    """A line of the results: a token, without its context."""
+    """A line of the results: a token, without its context. V and Q are shares of right answers."""
     names = ["kind", "problem", "t", "token", "p", "H", "A", "rare_p", "V", "Q"]
     if row["kind"] in CANDIDATES:
         names += ["rank", "answered", "placebo"]
+    row = row | {name: (row[name] + 1) / 2 for name in ("V", "Q", "placebo") if name in row}
     numbers = {key: float(f"{row[key]:.3g}") for key in names if isinstance(row[key], float)}
     return {"row": state.row, "seed": state.seed} | {key: row[key] for key in names} | numbers
 
@@ -104,9 +105,10 @@ def compact(state: State, row: dict) -> dict:
 # ----------------------------------------------------------------------------------------- tables
 
 
-def interval(
-    rows: Lines, minus: Lines | None = None, name: str = "Q"
-) -> tuple[float, float, float] | None:
+Interval = tuple[float, float, float] | None  # mean, lower and upper end, in points
+
+
+def interval(rows: Lines, minus: Lines | None = None, name: str = "Q") -> Interval:
     """The mean of Q - V, minus that of other tokens, and its 95 % interval, in points.
 
     Student's over the training seeds, or if some seed has few tokens, or there is one seed,
@@ -125,11 +127,11 @@ def interval(
     return 100 * mean, 100 * (mean - half), 100 * (mean + half)
 
 
-def shown(found: tuple[float, float, float] | None) -> str:
+def shown(found: Interval) -> str:
     return "{:+.1f} ({:+.1f} to {:+.1f})".format(*found) if found else "-"
 
 
-def verdict(found: tuple[float, float, float] | None, below: str, near: str, above: str) -> str:
+def verdict(found: Interval, below: str, near: str, above: str) -> str:
     """The words of a rule of the protocol for an interval."""
     if found is None:
         return "-"
@@ -155,71 +157,85 @@ def by_rank(rows: Lines, q: float) -> tuple[Lines, Lines]:
     return [row for row in own if row["rank"] < q], [row for row in own if row["rank"] >= q]
 
 
-def pair_table(states: dict[str, tuple[Lines, Lines]], name: str = "Q", rules: bool = False) -> str:
-    """Q - V of two sets of candidates in each state, and the difference; with the rules' words."""
+def pair_table(
+    states: dict[str, tuple[Lines, Lines]], premise: set[str] | None = None, name: str = "Q"
+) -> str:
+    """Q - V of two sets of candidates in each state, and the difference.
+
+    premise: the states in which the protocol's premise holds; then with the words of its rules.
+    """
     heading = ["", "n", "V, %", "rare p, %", "low", "high", "high minus low"]
     cells = []
     for state, (low, high) in states.items():
-        both = low + high
-        if not both:
-            continue
-        v = fmean(row["V"] for row in both)
-        means = [
-            " / ".join(
-                f"{100 * fmean(row[key] for row in part):.0f}" if part else "-"
-                for part in (low, high)
-            )
-            for key in ("V", "rare_p")
-        ]
         found = [interval(low, name=name), interval(high, name=name), interval(high, low, name)]
-        cells.append([state, f"{len(low)} / {len(high)}", *means, *map(shown, found)])
-        if rules and min(len(low), len(high)) >= FEWEST and 0.15 <= v <= 0.85:
-            cells[-1].append(verdict(found[0], "harmful", "contribute nothing", "refuted"))
-            words = ("the better half", "nothing", "the worse half")
-            cells[-1].append(verdict(found[2], *words))
-        elif rules:
-            cells[-1] += ["premise absent"] * 2
-    return runs.markdown(heading + ["rule 1: they are", "rule 2: H picks"] * rules, cells)
+        means = [f"{mean_of(low, key)} / {mean_of(high, key)}" for key in ("V", "rare_p")]
+        row = [state, f"{len(low)} / {len(high)}", *means, *map(shown, found)]
+        if premise is not None:
+            row += rules(found[0], found[2])
+            if state not in premise:
+                row[-2:] = ["premise absent"] * 2
+            elif min(len(low), len(high)) < FEWEST:
+                row[-2:] = ["too few"] * 2
+        cells.append(row)
+    with_rules = ["rule 1: they are", "rule 2: H picks"] if premise is not None else []
+    return runs.markdown(heading + with_rules, cells)
+
+
+def rules(low: Interval, difference: Interval) -> list[str]:
+    """The words of the protocol's two rules."""
+    words = ("the better half", "nothing", "the worse half")
+    return [
+        verdict(low, "harmful", "contribute nothing", "refuted"),
+        verdict(difference, *words),
+    ]
+
+
+def mean_of(rows: Lines, key: str) -> str:
+    """A mean in percent."""
+    return f"{100 * fmean(row[key] for row in rows):.0f}" if rows else "-"
 
 
 def report(lines: Lines) -> str:
     """Q - V in points of accuracy, with 95 % intervals, by the rules of credit-protocol.md.
 
     low, high: the candidates below and above the median entropy, or as a heading says. n: their
-    numbers. V: the share of right answers from before these tokens.
+    numbers. V: the share of right answers from before these tokens. rare p: the probability of all
+    tokens with p < 0.002 at their places.
     """
     names = dict.fromkeys(line["row"] for line in lines)
     rows = {name: [line for line in lines if line["row"] == name] for name in names}
     pairs = {name: halves(own) for name, own in rows.items()}
+    premise = set()
+    for name, both in pairs.items():
+        v = fmean([row["V"] for part in both for row in part] or [0.0])
+        if min(map(len, both)) >= FEWEST and 0.15 <= v <= 0.85:
+            premise.add(name)
 
     def some(condition: Callable[[dict], bool]) -> dict[str, tuple[Lines, Lines]]:
         return {
-            name: tuple([row for row in part if condition(row)] for part in both)
-            for name, both in pairs.items()
+            name: tuple(list(filter(condition, part)) for part in pairs[name]) for name in pairs
         }
 
     tables = {
-        "All candidates": pair_table(pairs, rules=True),
-        "Without the first two tokens": pair_table(some(lambda row: row["t"] >= 2), rules=True),
-        "Before the answer": pair_table(some(lambda row: row["answered"] == 0), rules=True),
-        "Behind the answer": pair_table(some(lambda row: row["answered"] == 1)),
+        "All candidates": pair_table(pairs, premise),
+        "Without the first two tokens": pair_table(some(lambda row: row["t"] >= 2), premise),
+        "Before the answer": pair_table(some(lambda row: row["answered"] is False), premise),
+        "After the answer": pair_table(some(lambda row: row["answered"] is True)),
         "The halves of each mini-batch": pair_table({k: by_rank(v, 0.5) for k, v in rows.items()}),
         "What q = 0.75 silences (low), and keeps (high)": pair_table(
             {name: by_rank(own, 0.75) for name, own in rows.items()}
         ),
-        "Placebo: other rare tokens at the same places": pair_table(pairs, "placebo"),
+        "Placebo: rare tokens drawn anew at the same places": pair_table(pairs, name="placebo"),
     }
     cells = []
     for name, own in rows.items():
         for kind in KINDS:
             its = [row for row in own if row["kind"] == kind]
-            if not its:
-                continue
-            means = [fmean(row[key] for row in its) for key in ("A", "rare_p", "V")]
-            worth = shown(interval(its))
-            cells.append([f"{name}: {kind}", len(its), f"{means[0]:+.2f}"])
-            cells[-1] += [f"{100 * means[1]:.1f}", f"{100 * means[2]:.0f}", worth]
-    heading = ["", "n", "A", "rare tokens' p, %", "V, %", "Q - V"]
+            if its:
+                given = f"{fmean(row['A'] for row in its):+.2f}"
+                means = [mean_of(its, key) for key in ("rare_p", "V")]
+                cells.append([f"{name}: {kind}", len(its), given, *means, shown(interval(its))])
+    heading = ["", "n", "A", "rare p, %", "V, %", "Q - V"]
     tables["Each kind of tokens"] = runs.markdown(heading, cells)
     return "\n\n".join(f"{title}:\n\n{text}" for title, text in tables.items())
 

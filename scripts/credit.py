@@ -3,30 +3,31 @@
     python scripts/credit.py RUN                                      # a run, newest checkpoint
     python scripts/credit.py @tests/tiny/args --output runs/credit    # before any training
 
-K continuations from before a token have the mean reward V. K continuations from behind it have the
+K continuations from before a token have the mean reward V. K continuations from after it have the
 mean reward Q. Q - V is the token's true advantage. Training gives the token A, the advantage of its
-whole response. V and Q are 0 for the lowest reward that was seen and 1 for the highest: with the
-rewards +1 and -1 they are shares of right answers. The tokens that are measured:
+whole response. With the rewards +1 and -1, Q - V = 0.1 is 5 points of accuracy. These tokens are
+measured:
 
-    silenced, kept    candidates (A > 0, p < tau_p) below tau_h of their mini-batch, and the others
+    silenced, kept    candidates (A > 0, p < tau_p) with H below tau_h of their mini-batch, and the
+                      others; with --q 0.5, the halves of low and of high H
     rare, wrong       tokens with p < tau_p of wrong answers (A < 0)
     likely, right     tokens with p >= tau_p, each from the response of a candidate
     likely, wrong     the same for the rare tokens of wrong answers
-    placebo           another token with p < tau_p at the place of a candidate, drawn by the model's
-                      probabilities, whatever becomes of the answer
+    placebo           a token with p < tau_p that is drawn anew at the place of a candidate, by the
+                      model's probabilities, whatever becomes of the answer
 
 It takes RUN and flags as tokens.py does. It writes into --output: table.md, credit.jsonl (a line
 for each token), and tokens.html (the candidates of the lowest and the highest Q - V). If it is
-stopped, the same command goes on.
+stopped while it continues responses, the same command goes on.
 """
 
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import responses
@@ -41,21 +42,35 @@ from rollout import Model, Policy, load_policy, sample, stop_ids, to_text
 from support import InputError, progress
 from support.decoding import generator, mix_seed
 from support.models import gathered, weights_of
-from support.run import append_rows, flag, must_be_empty, read_lines, write_rows, write_whole
+from support.run import (
+    append_rows,
+    fingerprint,
+    flag,
+    must_be_empty,
+    read_lines,
+    write_rows,
+    write_whole,
+)
 
 CANDIDATES = ("silenced", "kept")
 RARE = (*CANDIDATES, "rare, wrong")
 KINDS = (*RARE, "likely, right", "likely, wrong")
 SHOWN = 20  # tokens of either end on the page
-READ = (
-    "A is what training gives a token, Q - V is what the token was worth. ± is one standard error, "
-    "clustered by problem.\n"
+NOTES = (
+    "A is what training gives a token. Q - V is what it was worth, in units of the reward: with +1 "
+    "and -1, 0.1 is 5 points of accuracy. ± is one standard error, clustered by problem.\n"
     "In right answers Q - V is too high, by selection: of two equal tokens, the one that was "
-    "followed by a right answer is there. The likely tokens of the same answers show by how much. "
-    "The placebo is free of this.\n"
-    "Q - V cannot be below -V. Its mean over all tokens that the model can draw at a place is 0. "
-    'So where rare tokens hold much of the probability ("rare p"), their mean cannot be far from 0.'
+    "followed by a right answer is there. A candidate minus its placebo shows by how much. The "
+    "placebo is free of this, but its place still is one of a right answer.\n"
+    "The mean of Q - V over all tokens that the model can draw at a place is 0. So where rare "
+    'tokens hold much of the probability ("rare p"), their mean cannot be far from 0. Q cannot be '
+    "below the lowest reward."
 )
+# Flags that decide which tokens are drawn, and their continuations.
+IDENTITY = (
+    "instruction chat_template reward answered tau_p q quantile_over group_size batch_size "
+    "mini_batch_size max_prompt_tokens max_new_tokens seed tokens controls continuations batches"
+).split()
 
 
 @dataclass(frozen=True)
@@ -64,12 +79,12 @@ class Config(stapo.Config):
 
     tokens: int = flag(100, "most silenced tokens, and most kept candidates")
     controls: int = flag(100, "most tokens of each other kind")
-    continuations: int = flag(16, "continuations from before and from behind a token (K)")
+    continuations: int = flag(16, "continuations from before and from after a token (K)")
     batches: int = flag(16, "most batches of responses that are searched for tokens")
     answered: str = flag(
         "",
         "FILE.py:FUNCTION(text, row): whether the text so far has an answer. It splits tokens into "
-        "before and behind the answer (empty: whether it has a box; with --reward: no split)",
+        "before and after the answer. Only with --reward; without, a box is an answer",
     )
 
 
@@ -145,18 +160,14 @@ def describe(
 ) -> dict[str, Any]:
     """Return a token's row: what is known of it before it is measured, and a placebo."""
     kind, step, batch, i, at, tau_h = token
-    size = cfg.mini_batch_size * cfg.group_size
-    part = batch.take(slice(i // size * size, (i // size + 1) * size))  # its mini-batch
-    rare = part.mask & (part.old.logp.exp() < cfg.tau_p)
-    candidates = part.old.entropy[rare & (part.advantages > 0)[:, None]]  # (N,)
-    below = max(0, int((candidates <= batch.old.entropy[i, at]).sum()) - 1)  # without itself
     order = stapo.batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
+    problem = order[i // cfg.group_size]
     start, ids = int(batch.mask[i].nonzero()[0]), batch.ids[i, : batch.lengths[i]]
+    p, entropy = batch.old.logp[i, : len(ids)].exp(), batch.old.entropy[i, : len(ids)]
     hidden = model.base_model(ids[None, :at].to(model.device), use_cache=False).last_hidden_state
     pi = model.get_output_embeddings()(hidden[0, -1:])[0].double().softmax(-1).cpu()  # (V,)
-    likeliest, rare = pi.topk(5), pi * (pi < cfg.tau_p)
+    rare_pi = pi * (pi < cfg.tau_p)
     context = to_text(task.tokenizer, ids[start:at].tolist(), skip_special=True)
-    problem = order[i // cfg.group_size]
     row = {
         "kind": kind,
         "problem": problem,  # its number in the data, from 0
@@ -165,26 +176,42 @@ def describe(
         "token": tokens.token_text(task.tokenizer, int(ids[at])),
         "context": context,
         "answered": answered(context, task.problems[problem]),
-        "p": float(batch.old.logp[i, at].exp()),
-        "H": float(batch.old.entropy[i, at]),
+        "p": float(p[at]),
+        "H": float(entropy[at]),
         "A": float(batch.advantages[i]),
-        "rank": below / (len(candidates) - 1) if len(candidates) > 1 else 1.0,  # silenced: < q
-        "tau_h": tau_h,
-        "rare_p": float(rare.sum()),
-        "likeliest": list(zip(likeliest.indices.tolist(), likeliest.values.tolist())),
+        "rare_p": float(rare_pi.sum()),
         "start": start,  # of the response in ids
         "ids": ids.tolist(),
-        "all_p": batch.old.logp[i, : len(ids)].exp().tolist(),  # of each of ids
-        "all_H": batch.old.entropy[i, : len(ids)].tolist(),
     }
     if kind in CANDIDATES:
+        likeliest = pi.topk(5)
         random = generator(cfg.seed, row["response"], row["t"])
-        row["placebo_id"] = int(torch.multinomial(rare, 1, generator=random))
+        row |= {
+            "placebo_id": int(torch.multinomial(rare_pi, 1, generator=random)),
+            "rank": rank_of(token, cfg),
+            "tau_h": tau_h,
+            "likeliest": list(zip(likeliest.indices.tolist(), likeliest.values.tolist())),
+            "all_p": p.tolist(),  # of each of ids
+            "all_H": entropy.tolist(),
+        }
     return row
+
+
+def rank_of(token: Token, cfg: Config) -> float:
+    """Return the rank of a candidate's H in its mini-batch, 0 to 1. S2T silences ranks below q."""
+    size = cfg.mini_batch_size * cfg.group_size
+    first = token.row // size * size
+    part = token.batch.take(slice(first, first + size))
+    rare = part.mask & (part.old.logp.exp() < cfg.tau_p)
+    candidates = part.old.entropy[rare & (part.advantages > 0)[:, None]]  # (N,)
+    below = int((candidates <= token.batch.old.entropy[token.row, token.column]).sum()) - 1
+    return below / (len(candidates) - 1) if len(candidates) > 1 else 1.0
 
 
 def load_answered(cfg: Config) -> Callable[[str, dict], bool | None]:
     """Return the function that says of a text and its problem whether it has an answer."""
+    if cfg.answered and not cfg.reward:
+        raise InputError(f"--answered {cfg.answered}: give it with --reward only")
     if not cfg.reward:
         return lambda text, problem: extract_answer(text) is not None
     if not cfg.answered:
@@ -201,12 +228,12 @@ def measure(policy: Policy, task: stapo.Task, rows: list[dict], cfg: Config, fil
     done = {line["number"] for line in read_lines(file)}
     with file.open("a") as lines:
         lines.write("\n")  # ends a line that a crash tore
-    left = [number for number in range(len(rows)) if number not in done]
-    left.sort(key=lambda number: rows[number]["t"])  # in a chunk, equally many tokens are left
+    missing = [number for number in range(len(rows)) if number not in done]
+    missing.sort(key=lambda number: rows[number]["t"])  # a chunk's continuations end together
     size = max(1, 2 * cfg.rollout_batch_size // cfg.continuations)
     with gathered(policy) as model:
-        for start in progress.track(range(0, len(left), size), "continuations"):
-            found = {number: {"number": number} for number in left[start : start + size]}
+        for start in progress.track(range(0, len(missing), size), "continuations"):
+            found = {number: {"number": number} for number in missing[start : start + size]}
             for name in ("V", "Q", "placebo"):
                 some = [i for i in found if name != "placebo" or "placebo_id" in rows[i]]
                 rewards = continue_all(model, task, [rows[i] for i in some], name, cfg)
@@ -220,7 +247,7 @@ def continue_all(
 ) -> list[list[float]]:
     """Return the rewards of K continuations for each token.
 
-    name: "V" for before the token, "Q" for behind it, "placebo" for behind its placebo. A
+    name: "V" for before the token, "Q" for after it, "placebo" for after its placebo. A
     continuation ends where its response would have been cut. Text that has ended already, by a stop
     id or by its length, has one reward: its own.
     """
@@ -229,24 +256,24 @@ def continue_all(
     waiting, seeds = [], []
     for i, row in enumerate(rows):
         at = row["start"] + row["t"]
-        behind = {"V": [], "Q": [row["ids"][at]], "placebo": [row.get("placebo_id")]}[name]
-        ids, left = row["ids"][:at] + behind, cfg.max_new_tokens - row["t"] - len(behind)
-        ended = left == 0 or (len(behind) > 0 and behind[0] in stops)
+        last = {"V": [], "Q": [row["ids"][at]], "placebo": [row.get("placebo_id")]}[name]
+        ids, budget = row["ids"][:at] + last, cfg.max_new_tokens - row["t"] - len(last)
+        ended = budget == 0 or (len(last) > 0 and last[0] in stops)
         texts.append([ids] if ended else [])
         for k in range(0 if ended else cfg.continuations):
-            waiting.append((i, ids, left))
+            waiting.append((i, ids, budget))
             seeds.append(mix_seed(cfg.seed, name, row["response"], row["t"], k))
     sampled = sample(
         model,
         task.tokenizer,
         [ids for _, ids, _ in waiting],
-        max_new_tokens=max((left for _, _, left in waiting), default=1),
+        max_new_tokens=max((budget for _, _, budget in waiting), default=1),
         batch_size=cfg.rollout_batch_size,
         seed=seeds,
     )
     for number, response in sampled:
-        i, ids, left = waiting[number]
-        texts[i].append(ids + response.ids[:left])
+        i, ids, budget = waiting[number]
+        texts[i].append(ids + response.ids[:budget])
     rewards = []
     for row, each in zip(rows, texts, strict=True):
         words = [to_text(task.tokenizer, ids[row["start"] :], skip_special=True) for ids in each]
@@ -256,17 +283,6 @@ def continue_all(
 
 
 # ---------------------------------------------------------------------------------------- the table
-
-
-def add_values(rows: list[dict], lines: Iterable[dict]) -> str:
-    """Add V, Q and placebo to the rows of the tokens. Returns their unit in words."""
-    lines = list(lines)
-    rewards = [reward for line in lines for name in ("V", "Q") for reward in line[name]]
-    low, high = min(rewards), max(rewards)
-    for line in lines:
-        for name in line.keys() & {"V", "Q", "placebo"}:
-            rows[line["number"]][name] = (fmean(line[name]) - low) / (high - low or 1)
-    return f"V and Q are 0 for a reward of {low:g} and 1 for a reward of {high:g}."
 
 
 def estimate(
@@ -292,21 +308,17 @@ def estimate(
 def table(rows: list[dict]) -> str:
     """Return Q - V by the kind of token and by its place, as a Markdown table."""
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    candidates = kinds["silenced"] + kinds["kept"]
-    middle = median([row["H"] for row in candidates] or [0.0])
-    low = [row for row in candidates if row["H"] < middle]
-    high = [row for row in candidates if row["H"] >= middle]
+    silenced, kept = kinds["silenced"], kinds["kept"]
     groups = [(kind, kinds[kind], None, "Q") for kind in KINDS]
-    groups += [("candidates, low H", low, None, "Q"), ("candidates, high H", high, None, "Q")]
-    groups += [("high H minus low H", high, low, "Q")]
-    groups += [("placebo, low H", low, None, "placebo")]
-    groups += [("placebo, high H", high, None, "placebo")]
+    groups.insert(2, ("kept minus silenced", kept, silenced, "Q"))
+    groups.append(("placebo of silenced", silenced, None, "placebo"))
+    groups.append(("placebo of kept", kept, None, "placebo"))
     splits = {
         "Q - V": lambda row: True,
         "first two tokens": lambda row: row["t"] < 2,
         "later": lambda row: row["t"] >= 2,
         "before the answer": lambda row: row["answered"] is False,
-        "behind the answer": lambda row: row["answered"] is True,
+        "after the answer": lambda row: row["answered"] is True,
     }
     shown = [["tokens", "n", "A", "rare p", "V", *splits]]
     for title, own, minus, name in groups:
@@ -360,8 +372,17 @@ def shown_response(row: dict, task: stapo.Task, cfg: Config) -> dict:
 # ---------------------------------------------------------------------------------------------- run
 
 
+def identity(cfg: Config, task: stapo.Task) -> dict[str, Any]:
+    """Return all that decides the numbers: flags, and hashes of weights, problems and rewards."""
+    known = {name: getattr(cfg, name) for name in IDENTITY}
+    for name in ("reward", "answered"):
+        file = Path(known[name].rpartition(":")[0])
+        known[f"{name}_file"] = fingerprint(file.read_text("utf-8")) if known[name] else ""
+    return known | {"model": weights_of(cfg.model), "data": task.data_fingerprint}
+
+
 def check_folder(folder: Path, made_from: dict[str, Any]) -> None:
-    """Raise InputError if a folder has tokens of other flags, weights or data, or other files."""
+    """Raise InputError if a folder has tokens of something else, or files of another program."""
     file = folder / "flags.json"
     if not file.exists():
         return must_be_empty(folder, "name")
@@ -376,8 +397,7 @@ def run(cfg: Config) -> None:
     """Choose tokens, measure them, print and write. Raises InputError."""
     out = Path(cfg.output)
     task, policy = stapo.load_task(cfg), load_policy(cfg.model)
-    known = {"model": weights_of(cfg.model), "data": task.data_fingerprint}
-    made_from = asdict(cfg) | known | {"output": "", "threads": 0}  # these two may change
+    made_from = identity(cfg, task)
     check_folder(out, made_from)
     if not (out / "tokens.jsonl").exists():
         chosen = choose_tokens(policy, task, tokens.next_step(cfg.model), cfg)
@@ -385,15 +405,17 @@ def run(cfg: Config) -> None:
         write_rows(out / "tokens.jsonl", chosen)
     rows = list(read_lines(out / "tokens.jsonl"))
     measure(policy, task, rows, cfg, out / "rewards.jsonl")
-    unit = add_values(rows, read_lines(out / "rewards.jsonl"))
-    text = f"### {cfg.model}\n\n{table(rows)}\n{unit}\n{READ}\n"
+    for line in read_lines(out / "rewards.jsonl"):
+        means = {name: fmean(line[name]) for name in ("V", "Q", "placebo") if name in line}
+        rows[line["number"]] |= means
+    text = f"### {cfg.model}\n\n{table(rows)}\n{NOTES}\n"
     write_whole(out / "table.md", text)
     candidates = [row for row in rows if row["kind"] in CANDIDATES]
     candidates.sort(key=lambda row: row["Q"] - row["V"])
     ends = candidates[:SHOWN] + candidates[SHOWN:][-SHOWN:]
     shown = [shown_response(row, task, cfg) for row in ends]
     title = f"{cfg.model}: what tokens are worth"
-    rule = f"The measured token has a frame. The lowest Q - V is first, the highest last.\n{READ}"
+    rule = f"The measured token has a frame. The lowest Q - V is first, the highest last.\n{NOTES}"
     write_whole(out / "tokens.html", responses.page(title, rule, shown, cfg.tau_p))
     whole = ("ids", "all_p", "all_H", "likeliest")  # tokens.jsonl has these
     lines = [{key: x for key, x in row.items() if key not in whole} for row in rows]
@@ -402,7 +424,7 @@ def run(cfg: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    tokens.main(argv, __doc__, Config, "credit", run)
+    tokens.main(argv, "credit", __doc__, Config, run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make responses.html, a page that shows right responses token by token. tokens.py calls this.
+"""Make a page that shows right responses token by token. tokens.py and credit.py call this.
 
 1. The colour of a token shows its quadrant of (p, H). Tokens of low p and low H are silenced.
 2. A panel describes the token under the pointer or in keyboard focus. Its text is the token's

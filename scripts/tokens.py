@@ -42,18 +42,18 @@ BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-l
 
 def parse(
     argv: list[str] | None,
-    config: type = stapo.Config,
+    name: str = "tokens",
     about: str = __doc__,
-    folder: str = "figures",
+    config: type = stapo.Config,
 ) -> stapo.Config:
     """Read the command line. Flags that it does not give come from RUN. Raises InputError.
 
-    config: the flags. folder: of RUN, the default of --output.
+    name, about, config: the name, the docstring and the flags of the script.
     """
     parser = Parser(config, description=about.split("\n")[0], fromfile_prefix_chars="@")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run, or a checkpoint of a run")
     given, path = parser.given(argv), parser.parse_args(argv).run
-    held = {}
+    held, folder = {}, "figures" if name == "tokens" else name
     if path:
         is_checkpoint = Path(path).parent.name == "checkpoints"
         run = Path(path).parent.parent if is_checkpoint else Path(path)
@@ -66,8 +66,8 @@ def parse(
             held |= {"model": str(saved[-1]), "chat_template": "", "output": f"{run}/{folder}"}
     cfg = replace(config(**held | given), method="stapo", eval_every=0)
     stapo.check_flags(cfg)
-    name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
-    return replace(cfg, output=cfg.output or f"runs/tokens-{name}")
+    model = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
+    return replace(cfg, output=cfg.output or f"runs/{name}-{model}")
 
 
 @torch.no_grad()
@@ -249,17 +249,17 @@ def run(cfg: stapo.Config) -> None:
 
 def main(
     argv: list[str] | None = None,
+    name: str = "tokens",
     about: str = __doc__,
     config: type = stapo.Config,
-    folder: str = "figures",
     work: Callable[[stapo.Config], None] = run,
 ) -> None:
     """Read the flags and do the work: `run`, or that of another script with the same flags."""
-    with ranks.session(Path(sys.argv[0]).name):
+    with ranks.session(f"{name}.py"):
         if ranks.world_size() > 1:
             raise InputError("works in one process: start it without torchrun")
         progress.quiet_libraries()
-        cfg = parse(argv, config, about, folder)
+        cfg = parse(argv, name, about, config)
         torch.set_num_threads(cfg.threads or torch.get_num_threads())
         progress.report_environment()
         work(cfg)

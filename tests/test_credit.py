@@ -92,10 +92,10 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small):
             assert pi[row["placebo_id"]] < 0.15
         for name, prefix in found.items():
             error = (values[prefix] * (1 - values[prefix]) / 400) ** 0.5
-            assert row[name] == pytest.approx(values[prefix], abs=4.5 * error + 1e-9)
+            share = (row[name] + 1) / 4  # of the reward 3
+            assert share == pytest.approx(values[prefix], abs=4.5 * error + 1e-9)
             if error:
-                z = (row[name] - values[prefix]) / error
-                errors[row["response"], row["t"], name] = z
+                errors[row["response"], row["t"], name] = (share - values[prefix]) / error
     assert len(errors) > 100
     assert fmean(z * z for z in errors.values()) == pytest.approx(1, abs=0.4)
     assert abs(sum(errors.values())) / len(errors) ** 0.5 < 3
@@ -138,3 +138,5 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, capsys):
         40, whole["credit.jsonl"].count("placebo_")
     )
     assert "--seed: " in refused(capsys, f"{flags} --seed 1", credit.main)
+    (tmp_path / "own.py").write_text(REWARD.replace("3.0", "2.0"))
+    assert "--reward_file: " in refused(capsys, flags, credit.main)
