@@ -60,11 +60,12 @@ NOTES = (
     "A is what training gives a token. Q - V is what it was worth, in units of the reward: with +1 "
     "and -1, 0.1 is 5 points of accuracy. ± is one standard error, clustered by problem.\n"
     "In right answers Q - V is too high, by selection: of two equal tokens, the one that was "
-    "followed by a right answer is there. A candidate minus its placebo shows by how much. The "
-    "placebo is free of this, but its place still is one of a right answer.\n"
+    "followed by a right answer is there. In wrong answers Q - V is too low. A candidate minus its "
+    "placebo shows by how much. The placebo is free of this, but its place still is one of a right "
+    "answer.\n"
     "The mean of Q - V over all tokens that the model can draw at a place is 0. So where rare "
-    'tokens hold much of the probability ("rare p"), their mean cannot be far from 0. Q cannot be '
-    "below the lowest reward."
+    'tokens hold much of the probability ("rare p"), their mean may be near 0 for this reason. Q '
+    "cannot be below the lowest reward."
 )
 # Flags that decide which tokens are drawn, and their continuations.
 IDENTITY = (
