@@ -108,6 +108,7 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
 
     Returns a row for each token that is to be measured.
     """
+    answered = load_answered(cfg)
     most = dict(zip(RARE, (cfg.tokens, cfg.tokens, cfg.controls)))
     found: dict[str, list[Token]] = {kind: [] for kind in RARE}
     for step in range(first, first + cfg.batches):
@@ -137,7 +138,6 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
     chosen = sum(drawn.values(), [])
     chosen += likely_tokens(near_candidates, "likely, right", cfg)
     chosen += likely_tokens(drawn["rare, wrong"], "likely, wrong", cfg)
-    answered = load_answered(cfg)
     with gathered(policy) as model:
         return [describe(x, model, task, answered, cfg) for x in progress.track(chosen, "places")]
 
@@ -171,7 +171,7 @@ def describe(
     context = to_text(task.tokenizer, ids[start:at].tolist(), skip_special=True)
     row = {
         "kind": kind,
-        "problem": problem,  # its number in the data, from 0
+        "problem": problem,  # its number among the problems, from 0
         "response": f"{step}-{i}",
         "t": at - start,
         "token": tokens.token_text(task.tokenizer, int(ids[at])),
