@@ -210,6 +210,7 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
     flags += ["--results", f"{tmp_path}/results.jsonl"]
     if name not in ("causal", "toy"):
         small = "--batch_size 4 --mini_batch_size 2 --group_size 4 --max_new_tokens 16"
+        small += " --tokens 4 --controls 4" * (name == "credit")
         flags += ["--output", f"{tmp_path}/runs", "--more", small]
     # What these two begin from takes minutes: here hardly a model, and one before any training.
     openings.make_base(tmp_path / "runs" / "experiments-openings.py-base", steps=2)
