@@ -1,6 +1,6 @@
 """What tokens are worth: Q - V of rare tokens, on the tiny model and on SmolLM2-135M.
 
-    python experiments/credit.py --model FOLDER --jobs 2    # the runs and the tables: four hours
+    python experiments/credit.py --model FOLDER --jobs 2    # the runs and the tables: two hours
     python experiments/credit.py --only tiny --jobs 2       # a part: half an hour
     python experiments/credit.py --table --figure docs/credit.png
 
