@@ -171,7 +171,8 @@ def pair_table(
         means = [f"{mean_of(low, key)} / {mean_of(high, key)}" for key in ("V", "rare_p")]
         row = [state, f"{len(low)} / {len(high)}", *means, *map(shown, found)]
         if premise is not None:
-            row += rules(found[0], found[2])
+            row.append(verdict(found[0], "harmful", "contribute nothing", "refuted"))
+            row.append(verdict(found[2], "the better half", "nothing", "the worse half"))
             if state not in premise:
                 row[-2:] = ["premise absent"] * 2
             elif min(len(low), len(high)) < FEWEST:
@@ -179,15 +180,6 @@ def pair_table(
         cells.append(row)
     with_rules = ["rule 1: they are", "rule 2: H picks"] if premise is not None else []
     return runs.markdown(heading + with_rules, cells)
-
-
-def rules(low: Interval, difference: Interval) -> list[str]:
-    """The words of the protocol's two rules."""
-    words = ("the better half", "nothing", "the worse half")
-    return [
-        verdict(low, "harmful", "contribute nothing", "refuted"),
-        verdict(difference, *words),
-    ]
 
 
 def mean_of(rows: Lines, key: str) -> str:
