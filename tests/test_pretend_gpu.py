@@ -43,7 +43,7 @@ def run(flags: str, folder: Path) -> None:
     program = folder / "program.py"
     program.write_text(f"FLAGS = '''{flags}'''\n{PROGRAM}")
     command = [sys.executable, *([] if REAL else ["tests/pretend_gpu.py"]), str(program)]
-    path = f"{ROOT}:{ROOT}/scripts:{ROOT}/experiments"
+    path = f"{ROOT}:{ROOT}/scripts:{ROOT}/experiments:{os.environ.get('PYTHONPATH', '')}"
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
     done = subprocess.run(command, timeout=240, **options)
