@@ -265,7 +265,7 @@ class Policy(torch.nn.Module):
         """Log-probability and entropy of every response token of right-padded rows.
 
         ids (B, L) long; mask (B, L) bool, True on response tokens; both on any device.
-        Returns logp (ln p, with gradient) and entropy (nats), (B, L) float32 each, on the model's
+        Returns logp (ln p) and entropy (nats), (B, L) float32 each, with gradients, on the model's
         device. Column t is about token t, which is predicted from the tokens before it. Both are 0
         outside the mask and at a row's first token. Temperature 1, full vocabulary. With
         `logp_only` entropy is None and takes no time.

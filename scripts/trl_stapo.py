@@ -100,7 +100,7 @@ class STAPOTrainer(GRPOTrainer):
             return torch.cat(gather_object([values.cpu()])).to(values.device)
 
         silenced, candidates, _ = spurious_mask(
-            logp, advantages, entropy, mask, tau_p=self.tau_p, q=self.q, all_cat=all_cat
+            logp, advantages, entropy, mask, tau_p=self.tau_p, q=self.q, over_ranks=all_cat
         )
         keep = mask & ~silenced  # (B, T)
         kept = self.accelerator.reduce(keep.sum(), "sum").clamp(min=1)

@@ -28,9 +28,9 @@ class HeadStats(torch.autograd.Function):
         entropy = -(ln_pi.exp() * ln_pi).sum(-1)        # (N,)  H = -sum_v pi(v) ln pi(v)
 
     HeadStats.apply(hidden, weight, targets, logp_only) takes hidden (N, D), weight (V, D) and
-    targets (N,) long. It returns ln p and entropy (nats), (N,) float32 each. With `logp_only` the
-    entropy is None and takes no time. Temperature 1, full vocabulary. ln p has a gradient, to
-    hidden and weight. The entropy has none: a backward pass through it raises RuntimeError.
+    targets (N,) long. It returns ln p and entropy (nats), (N,) float32 each, with gradients to
+    hidden and weight. With `logp_only` the entropy is None, and takes no time and no memory.
+    Temperature 1, full vocabulary.
     """
 
     @staticmethod
@@ -46,24 +46,34 @@ class HeadStats(torch.autograd.Function):
                 logits -= lse[rows, None]  # ln pi
                 entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)  # H = -sum_v pi ln pi
             del logits  # before the next chunk's exist
-        ctx.save_for_backward(hidden, weight, targets, lse)
+        entropy = None if logp_only else entropy
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.set_materialize_grads(False)  # the gradient of an output that is not used is None
-        return logp, None if logp_only else entropy
+        return logp, entropy
 
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy):
-        if grad_entropy is not None:
-            raise RuntimeError("HeadStats computes no gradient of the entropy; detach it")
-        hidden, weight, targets, lse = ctx.saved_tensors
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(lse)
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for i in range(0, len(targets), ctx.chunk):
             rows = slice(i, i + ctx.chunk)
-            # d logp / d logits = onehot - pi
             grad = float32_logits(hidden[rows], weight)  # (C, V) float32: the logits
-            grad.sub_(lse[rows, None]).exp_().neg_()  # -pi, in the same memory
+            grad.sub_(lse[rows, None])  # ln pi
+            if grad_entropy is None:
+                grad.exp_().neg_()  # -pi, in the same memory
+            else:
+                of_entropy, grad = grad, grad.exp().neg_()
+                # d H / d logits = -pi (ln pi + H)
+                of_entropy.add_(entropy[rows, None]).mul_(grad).mul_(grad_entropy[rows, None])
+            # d logp / d logits = onehot - pi
             grad.scatter_add_(1, targets[rows, None], torch.ones_like(grad[:, :1]))
             grad *= grad_logp[rows, None]
+            if grad_entropy is not None:
+                grad += of_entropy
+                del of_entropy
             grad = grad.to(hidden.dtype)  # in bfloat16 a copy: the float32 one is freed here
             grad_hidden[rows] = grad @ weight
             add_product(grad_weight, grad.T, hidden[rows])

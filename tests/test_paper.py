@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import eval as evaluation
 import rollout
 import stapo
-from stapo import clipped_loss, group_advantages, spurious_mask, stapo_loss
+from stapo import clipped_loss, group_advantages, quantile, spurious_mask, stapo_loss
 
 # ---------------------------------------------------------------------------- Sec. 2.2: advantages
 
@@ -195,10 +195,10 @@ def test_3_3_the_quantile_is_over_the_whole_mini_batch(over_all):
     expected = candidates & (entropy < entropy[tokens].quantile(0.6))
     options = {"tau_p": 0.1, "q": 0.6}
 
-    def silenced(rows, all_cat):
+    def silenced(rows, over_ranks):
         own = [x[rows] for x in (logp, advantages, entropy, mask)]
-        over = mask[rows] if over_all else None
-        return spurious_mask(*own, **options, quantile_tokens=over, all_cat=all_cat)[0]
+        tau_h = quantile(over_ranks(entropy[rows][mask[rows]]), 0.6) if over_all else None
+        return spurious_mask(*own, **options, tau_h=tau_h, over_ranks=over_ranks)[0]
 
     alone = lambda values: values  # noqa: E731
     assert torch.equal(silenced(slice(0, 6), alone), expected) and expected.any()

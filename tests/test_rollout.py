@@ -9,6 +9,7 @@ from datasets import Dataset
 from helpers import STOPS, TINY, in_order, make_family, random_prompts, write_rows
 from reference import logit_stats, plain_head
 from tokenizers.processors import TemplateProcessing
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
@@ -21,6 +22,18 @@ from support.head import HeadStats
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_A_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations within `with`."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
@@ -36,8 +49,8 @@ def test_head_in_chunks_is_the_head(tokens, chunk, dtype, device, monkeypatch):
     targets = torch.randint(0, 311, (tokens,), generator=g).to(device)
     scale = torch.randn(tokens, generator=g).to(device)
 
-    def gradients(logp):
-        return torch.autograd.grad((logp * scale).sum(), (hidden, weight))
+    def gradients(values):
+        return torch.autograd.grad((values * scale).sum(), (hidden, weight))
 
     stats = HeadStats.apply(hidden, weight, targets, False)
     expected = plain_head(hidden, weight, targets)
@@ -45,15 +58,18 @@ def test_head_in_chunks_is_the_head(tokens, chunk, dtype, device, monkeypatch):
     for a, b in zip(stats, expected):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
-    ours = gradients(stats[0])
-    torch.testing.assert_close(ours, gradients(expected[0]), **close)
-    logp, entropy = HeadStats.apply(hidden, weight, targets, True)
-    same = zip((logp, *gradients(logp)), (stats[0], *ours), strict=True)
-    assert entropy is None and all(a.equal(b) for a, b in same)  # to the bit
-    # The entropy has no gradient: without an error a bonus in the loss would change no weight.
-    bonus = sum(HeadStats.apply(hidden, weight, targets, False)).sum()
-    with pytest.raises(RuntimeError, match="entropy"):
-        bonus.backward()
+    for of in (lambda s: s[0], lambda s: s[1], lambda s: s[0] - 3 * s[1]):
+        ours = gradients(of(HeadStats.apply(hidden, weight, targets, False)))
+        theirs = gradients(of(plain_head(hidden, weight, targets)))
+        torch.testing.assert_close(ours, theirs, **close)
+    with Operations() as both:
+        HeadStats.apply(hidden, weight, targets, False)
+    with Operations() as alone:
+        logp, entropy = HeadStats.apply(hidden, weight, targets, True)
+    # ln p alone needs logsumexp, and no exp beside it.
+    assert entropy is None and "exp" not in alone.names and ("exp" in both.names) == (tokens > 0)
+    same = zip((logp, *gradients(logp)), (stats[0], *gradients(stats[0])), strict=True)
+    assert all(a.equal(b) for a, b in same)  # to the bit
 
 
 @pytest.mark.parametrize("tied", [True, False])

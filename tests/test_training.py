@@ -123,7 +123,7 @@ def test_a_mask_of_ones_own_may_be_true_outside_responses(model, method):
         choice = METHODS[method](batch, policy, cfg)
         if method == "stapo":
             choice = choice._replace(candidates=choice.candidates | ~batch.mask)
-        keep = choice.keep | ~batch.mask
+        keep = torch.where(batch.mask, choice.keep, 1)
         return choice._replace(keep=keep if method == "grpo" else keep * 1e-4)
 
     mini_batch = make_mini_batch(model)
