@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -84,6 +84,15 @@ class Key(NamedTuple):
 
 
 Rows = dict[Key, dict]  # of responses
+
+
+class SamplingFlags(Protocol):
+    """Flags that stapo.py and eval.py share."""
+
+    instruction: str
+    max_new_tokens: int
+    rollout_batch_size: int
+    seed: int
 
 
 @dataclass
@@ -148,7 +157,7 @@ def parse_decodings(texts: list[str]) -> Decodings:
 # ----------------------------------------------------------------------------- sampling and grading
 
 
-def problems_by_key(suite: Suite, decodings: Decodings, limit: int) -> dict[Key, dict]:
+def problems_by_key(suite: Suite, decodings: Decodings, limit: int = 0) -> dict[Key, dict]:
     """Return {key: problem} for every response of an evaluation, in the order of the tables.
 
     Of each benchmark the first `limit` problems count (0: all).
@@ -167,14 +176,13 @@ def sample_suite(
     tokenizer: Tokenizer,
     problems: dict[Key, dict],
     decodings: Decodings,
-    cfg: Any,
+    cfg: SamplingFlags,
 ) -> Iterator[tuple[Key, dict]]:
     """Sample a response for each of this rank's keys, and yield (key, row) when it ends.
 
-    problems: {key: problem} of all ranks. cfg: flags of eval.py or of stapo.py. Both have
-    instruction, max_new_tokens, rollout_batch_size and seed. A response depends only on its key and
-    the flags, not on the number of ranks or an interruption, unless `sample` leaves its model to
-    plain `generate`. Raises InputError if a response can outgrow the model.
+    problems: {key: problem} of all ranks. A response depends only on its key and the flags, not on
+    the number of ranks or an interruption, unless `sample` leaves its model to plain `generate`.
+    Raises InputError if a response can outgrow the model.
     """
     for decoding, (temperature, top_p) in decodings.items():
         # Ranks share by problem, so that the samples of a problem share its prefill.
@@ -230,14 +238,14 @@ def grade(sampled: Rows, problems: dict[Key, dict], reward: Reward) -> Rows:
 
 
 def evaluate(
-    model: Model, tokenizer: Tokenizer, suite: Suite, cfg: Any, reward: Reward
+    model: Model, tokenizer: Tokenizer, suite: Suite, cfg: SamplingFlags, reward: Reward
 ) -> tuple[dict[str, dict], list[dict]]:
     """Evaluate a model during training, under the training decoding.
 
-    Returns ({benchmark: scores}, rows of all responses) on every rank. cfg: stapo.py's flags.
+    Returns ({benchmark: scores}, rows of all responses) on every rank.
     """
     decodings = {"training": DECODINGS["training"]}
-    problems = problems_by_key(suite, decodings, cfg.eval_limit)
+    problems = problems_by_key(suite, decodings)
     sampled = dict(sample_suite(model, tokenizer, problems, decodings, cfg))
     rows = grade(all_rows(sampled), problems, reward)
     return summarize(rows)["training"], [key._asdict() | row for key, row in rows.items()]

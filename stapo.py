@@ -879,6 +879,8 @@ def check_flags(cfg: Config) -> None:
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
     for name in "batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last".split():
         need(name, getattr(cfg, name) >= 1, "must be at least 1")
+    for name in "eval_limit eval_samples log_samples".split():
+        need(name, getattr(cfg, name) >= 0, "must be at least 0")
     fits = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", fits, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
     fits = cfg.mini_batch_size % world_size() == 0
@@ -900,6 +902,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     whole_rows = bool(cfg.reward)  # a reward of your own can read every column
     benchmarks = cfg.eval_benchmarks if cfg.eval_every else []
     suite = evaluation.load_benchmarks(benchmarks, cfg.eval_samples, whole_rows)
+    suite = {key: problems[: cfg.eval_limit or None] for key, problems in suite.items()}
     problems = load_problems(cfg.data, whole_rows=whole_rows)
     for problem in progress.track(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
@@ -909,10 +912,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     counts = f"{len(kept)} problems, {len(problems) - len(kept)} over --max_prompt_tokens dropped"
     progress.say(f"{cfg.data}: {counts}")
     longest = max(len(problem["prompt_ids"]) for problem in kept)
-    config = load_config(name)
-    check_length(config, longest, cfg.max_new_tokens)
-    if config.get_text_config() is not config:
-        progress.log(f"{name}: only its language model is trained and saved, no other parts")
+    check_length(load_config(name), longest, cfg.max_new_tokens)
     contents = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
     data = f"{len(kept)} problems, {fingerprint(contents)}"
     return Task(tokenizer, kept, reward, suite, data)

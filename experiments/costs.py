@@ -9,6 +9,7 @@ from typing import NamedTuple
 import runs
 
 import stapo
+from support.decoding import DRAW_BYTES
 from support.head import HEAD_CHUNK
 from support.run import parse_flags
 
@@ -77,7 +78,7 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
     count, longest = cfg.batch_size * cfg.group_size, cfg.max_new_tokens
     free = 1e9 * gb - 12 * size / gpus - 2 * size  # the states without gradients; bfloat16 weights
     cached = 4 * shape.layers * KV_HEADS * WIDTH  # bytes of the keys and values of one token
-    row_bytes = cached * (cfg.max_prompt_tokens + longest) + 24 * WORDS  # 24: to draw a token
+    row_bytes = cached * (cfg.max_prompt_tokens + longest) + DRAW_BYTES * WORDS
     rows = min(int(0.8 * free / row_bytes), cfg.rollout_batch_size, count // gpus)
 
     def sampling_seconds(responses: float) -> list[float]:

@@ -30,8 +30,8 @@ from matplotlib.lines import Line2D
 matplotlib.rcParams |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 
 METHODS = {  # name and colour; colour-blind readers can tell Okabe and Ito's colours apart
-    "stapo": ("STAPO", "#D55E00"),
-    "justrl": ("JustRL", "#0072B2"),
+    "stapo": ("STAPO", "#0072B2"),
+    "justrl": ("JustRL", "#D55E00"),
     "grpo": ("GRPO", "#009E73"),
     "20-entropy": ("20-Entropy", "#E69F00"),
     "full-mask": ("FullMask", "#CC79A7"),

@@ -23,6 +23,9 @@ CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits 
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
 CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
 ALIGN = 8  # attention kernels want lengths that are a multiple of this
+# Bytes to draw a token, for each id of the vocabulary. When top-p sorts: logits, divided by the
+# temperature too (4 each), sorted values and indices (4 and 8), CUDA's buffers (32).
+DRAW_BYTES = 52
 NAN_LOGITS = "--model: its logits are NaN while sampling; look for weights that are not finite"
 
 
@@ -269,9 +272,7 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys_and_values = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    # For each id of the vocabulary, when top-p sorts: logits, divided by the temperature too (4
-    # bytes each), sorted values and indices (4 and 8), CUDA's buffers (32): 52 bytes.
-    per_row = keys_and_values * rounded_up(length, ALIGN) + 52 * config.vocab_size
+    per_row = keys_and_values * rounded_up(length, ALIGN) + DRAW_BYTES * config.vocab_size
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(batch_size, int(0.8 * free / per_row)))

@@ -56,13 +56,18 @@ def load_model(
             # The probabilities of a response's tokens would depend on the responses beside it.
             what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
             raise InputError(f"{name}: {what}, which is not supported")
-    return use_float32_head(fuse_norms(model)).to(device).eval()
+    return prepared(model).to(device).eval()
 
 
 def empty_model(config: PreTrainedConfig) -> Model:
     """The same model in float32 on "meta", without memory for its weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return prepared(model)
+
+
+def prepared(model: Model) -> Model:
+    """Change the modules of a model. All models pass here; adapters such as LoRA's belong here."""
     return use_float32_head(fuse_norms(model))
 
 
@@ -100,9 +105,6 @@ def check_head(model: Model) -> None:
     HeadStats relies on this. A bias, a scale or a soft cap on the logits would make every
     log-probability wrong. The flags of a config for these have many names, so logits are compared.
     """
-    if model.base_model is model:  # Llama 4
-        what = f"{type(model).__name__} has no base model that returns hidden states"
-        raise InputError(f"--model: {what}; take another model")
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
     expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)

@@ -134,7 +134,7 @@ def all_list(value: Any) -> list:
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 alone, and return its result or raise its InputError on every rank.
+    """Call a function on rank 0 alone. Every rank gets its result, its InputError or its exit.
 
     Every rank must call it. The other ranks wait, however long rank 0 takes.
     """
@@ -142,7 +142,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
     if rank() == 0:
         try:
             result = function()
-        except InputError as caught:
+        except (InputError, SystemExit) as caught:  # the parser exits, also after --help
             error = caught
     result, error = broadcast((result, error))
     if error:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -130,15 +130,23 @@ def flags_of_run(config: type, run: Path) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------- the directory
 
 
+class RunFlags(Protocol):
+    """Flags of a run that RunFolder reads; it writes all of them into config.json."""
+
+    resume: str
+    eval_every: int
+    save_every: int
+    keep_last: int
+
+
 class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
-    `step` is the last whole step. `checkpoint` is the folder to continue from, or None. Of `cfg` it
-    reads resume, eval_every, save_every and keep_last. Call `begin` when the data is loaded. Raises
-    InputError.
+    `step` is the last whole step. `checkpoint` is the folder to continue from, or None. Call
+    `begin` when the data is loaded. Raises InputError.
     """
 
-    def __init__(self, output: str, cfg: Any):
+    def __init__(self, output: str, cfg: RunFlags):
         self.path, self.cfg = Path(output).resolve(), cfg  # a reward may change the directory
         self.checkpoint = on_rank_0(self.find_checkpoint)
         self.step = int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0

@@ -12,6 +12,7 @@ from ranks import CASES, fail_in, launch, train_on_canned_rollouts
 from transformers import AutoTokenizer
 
 import rollout
+import stapo
 from support import models, ranks
 from support.models import gathered
 
@@ -66,6 +67,13 @@ def test_ranks_agree(folder, case):
         for key in ours.keys() - set(TIMINGS):
             same = theirs[key] if theirs[key] is None else pytest.approx(theirs[key], 1e-4, 1e-6)
             assert ours[key] == same, key
+
+
+@pytest.mark.parametrize("flag, code", [("--help", 0), ("--no_such_flag", 2)])
+def test_the_parsers_exit_ends_all_ranks(tmp_path, flag, code):
+    assert launch(stapo.main, 2, tmp_path / "log", [flag]) == [code, code]
+    said, silent = ((tmp_path / f"log.{rank}").read_text() for rank in (0, 1))
+    assert "usage: " in said and "Traceback" not in said + silent
 
 
 @pytest.mark.parametrize("world", [1, 2])

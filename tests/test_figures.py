@@ -60,7 +60,7 @@ def test_seeds_become_a_mean_with_a_band_and_other_flags_another_line(tmp_path, 
         ("STAPO, tau_p 0.01", 1): [0.5, 0.5, 0.5, 1],
         ("JustRL, tau_p 0.002", 1): [0.4, 0.4, 0.4, 1],
     }
-    check_png(tmp_path / "figures" / "training.png", "#0072B2")
+    check_png(tmp_path / "figures" / "training.png", "#D55E00")
 
 
 def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_can_be_drawn_at_any_time(tmp_path, capsys):
     assert [row["mean"] for row in quantiles if row["metric"] == "tau_h"] == ["1.25"]
     assert {row["step"] for row in read_csv(run / "figures" / "training.csv")} == {"1", "2"}
     for stem in ("training", "quantiles", "updates", "evaluation"):
-        check_png(run / "figures" / f"{stem}.png", "#D55E00")
+        check_png(run / "figures" / f"{stem}.png", "#0072B2")
 
 
 def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undrawn, capsys):

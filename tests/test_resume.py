@@ -201,3 +201,15 @@ def test_the_model_and_the_data_may_move(finished, tmp_path):
     stapo.main(f"--steps 2 --data {TINY}/test.jsonl --resume {tmp_path}/run".split())
     assert lines(tmp_path / "run") == lines(finished)
     assert weights(tmp_path / "run") == weights(finished)
+
+
+def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
+    """Here a disk is full before AdamW's moments are written."""
+
+    def fail(*_args, **_options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.save", fail)
+    with pytest.raises(OSError, match="No space"):
+        run(tmp_path / "run", "--steps 1")
+    assert (tmp_path / "run" / "checkpoints").exists() and not checkpoints(tmp_path / "run")

@@ -10,7 +10,7 @@ from helpers import ROOT
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
 from support import InputError
-from support.answers import RULES
+from support.latex import RULES
 
 EQUAL = r"""
 \frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}

@@ -20,6 +20,10 @@ TRAINING = r"""
 --method ppo | --method ppo: not one of stapo, justrl
 --group_size 1 | --group_size 1: an advantage needs
 --keep_last -1 | --keep_last -1: must be at least 1
+--q 1.5 | --q 1.5: a quantile is between 0 and 1
+--eval_limit -195 | --eval_limit -195: must be at least 0
+--eval_samples -1 | --eval_samples -1: must be at least 0
+--log_samples -14 | --log_samples -14: must be at least 0
 --batch_size 5 | --batch_size 5: not a multiple of --mini_batch_size 2
 --max_prompt_tokens 1 | --max_prompt_tokens 1: every prompt is longer
 --model no/such/model | no/such/model: no tokenizer there
