@@ -535,8 +535,8 @@ def update(
         if micro.ref_logp is not None:  # GRPO's J has a KL term
             loss = loss + cfg.beta * kl_term(logp, micro.ref_logp, kept, denominator)
         sums["loss"] += loss.detach().double() / world_size()
-        # Add a term of your own to `loss` here; the metrics keep -J. It needs `denominator`. If it
-        # has a gradient where A = 0, as an entropy bonus has, set has_gradient to True everywhere.
+        # Add a term of your own to `loss` here: the metrics keep -J. Like J it is a sum of all rows
+        # / denominator. Where it has a gradient at A = 0, has_gradient must be True everywhere.
         loss.backward()
         ratios = ratio_sums(
             logp,

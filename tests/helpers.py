@@ -136,7 +136,7 @@ def responses_of(batch: stapo.Batch) -> list[Response]:
 def example(name: str) -> str:
     """The code block behind the comment <!-- example: name --> on a page."""
     pages = "".join(page.read_text() for page in ROOT.glob("[de]*/*.md"))  # docs/, experiments/
-    return re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", pages, re.DOTALL)[1]
+    return re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", pages, re.DOTALL)[1]
 
 
 def make_random_model(vocab_size: int = 104, tied: bool = True, spread: float = 0.02):

@@ -1,13 +1,15 @@
 """The loss in other hands: the examples of docs/using-the-loss.md, run, and compared."""
 
+import importlib.util
 import json
 import re
 import subprocess
+import sys
 import types
 
 import pytest
 import torch
-from helpers import ROOT, TINY, example, in_order
+from helpers import ROOT, TINY, example, in_order, read_rows
 from ranks import launch
 from reference import drawn
 
@@ -85,6 +87,28 @@ def test_methods_of_ones_own(tmp_path, monkeypatch, method, tau_h):
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert (method == "dr-grpo") or 3 < line["silenced"] < line["candidates"] - 3
     assert line["skipped_updates"] == 0 < line["grad_norm"] and line["tau_h"] == tau_h
+
+
+def test_a_term_of_ones_own(tmp_path):
+    """The page's bonus, a hundred times as large: it keeps the entropy up, and out of `loss`."""
+    text, changes = (ROOT / "stapo.py").read_text(), example("bonus").replace("0.01", "1.0")
+    for old, new in re.findall(r"^-(.*\n)\+(.*\n)", changes, re.MULTILINE):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "stapo_with_bonus.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("bonus", tmp_path / "stapo_with_bonus.py")
+    bonus = sys.modules["bonus"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bonus)
+    flags = f"""@{TINY}/args --model {TINY} --data {TINY}/train.jsonl --steps 4 --batch_size 16
+        --mini_batch_size 16 --lr 1e-3 --warmup_steps 0 --method justrl --output {tmp_path}"""
+    found = []
+    for program in (stapo, bonus):
+        program.main(f"{flags}/{program.__name__}".split())
+        found.append(read_rows(tmp_path / program.__name__ / "metrics.jsonl"))
+    (first, *_, last), (with_bonus, *_, higher) = found
+    assert with_bonus["loss"] == pytest.approx(first["loss"], rel=1e-4)
+    assert with_bonus["grad_norm"] != pytest.approx(first["grad_norm"], rel=0.1)
+    assert higher["entropy"] > last["entropy"] + 0.1
 
 
 def test_sampler_example(capsys, tiny_model, tokenizer):
@@ -168,9 +192,9 @@ def test_micro_batches_of_one_response_are_another_objective():
     keep = mask & ~spurious_mask(tensors[0], advantages, entropy, mask)[0]
     rows = [(*each[:3], row) for each, row in zip(micro_batches, keep.split(1))]
     means = sum(clipped_loss(*each) for each in rows) / 3
-    assert f"the loss of the mini-batch is {whole:+.3f}. With a quantile of each response" in page
-    assert f"response alone it is {quantiles:+.3f}. With the mean of each" in page
-    assert f"own mean it is {means:+.3f}. With both errors at once it is {both:+.3f}." in page
+    assert f"the loss of a mini-batch is {whole:+.3f}. With a quantile of each response" in page
+    assert f"it is {quantiles:+.3f}, with the mean of each response's mean {means:+.3f}" in page
+    assert f"with both {both:+.3f}." in page
     given = {"denominator": keep.sum()}
     right = [clipped_loss(*each, **given) for each in rows]
     exec(example("check-whole"), {"tensors": micro_batches, "losses": right})
