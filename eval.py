@@ -33,7 +33,7 @@ import torch
 import rollout
 from reward import Reward, extract_answer, load_reward, reward_all
 from rollout import Model, Tokenizer, encode_prompt
-from support import InputError, progress, ranks
+from support import InputError, check_least, progress, ranks
 from support.data import load_problems
 from support.decoding import mix_seed
 from support.models import check_length, weights_of
@@ -141,6 +141,11 @@ def load_benchmarks(names: list[str], samples: int = 0, whole_rows: bool = False
     return suite
 
 
+def first_problems(suite: Suite, limit: int) -> Suite:
+    """Return the first `limit` problems of each benchmark (0: all)."""
+    return {benchmark: problems[: limit or None] for benchmark, problems in suite.items()}
+
+
 def parse_decodings(texts: list[str]) -> Decodings:
     """Read the values of --decoding: {value: (temperature, top-p)}. Raises InputError."""
     decodings = {}
@@ -157,16 +162,13 @@ def parse_decodings(texts: list[str]) -> Decodings:
 # ----------------------------------------------------------------------------- sampling and grading
 
 
-def problems_by_key(suite: Suite, decodings: Decodings, limit: int = 0) -> dict[Key, dict]:
-    """Return {key: problem} for every response of an evaluation, in the order of the tables.
-
-    Of each benchmark the first `limit` problems count (0: all).
-    """
+def problems_by_key(suite: Suite, decodings: Decodings) -> dict[Key, dict]:
+    """Return {key: problem} for every response of an evaluation, in the order of the tables."""
     return {
         Key(benchmark.key, decoding, number, sample): problem
         for decoding, (temperature, _) in decodings.items()
         for benchmark, problems in suite.items()
-        for number, problem in enumerate(problems[: limit or None])
+        for number, problem in enumerate(problems)
         for sample in range(benchmark.samples if temperature else 1)  # greedy ones are all alike
     }
 
@@ -380,10 +382,7 @@ def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
 
 def check_flags(cfg: EvalConfig) -> None:
     """Refuse flags that cannot work. Raises InputError naming the flag."""
-    least = {"samples": 0, "limit": 0, "max_new_tokens": 1, "rollout_batch_size": 1}
-    for name, value in least.items():
-        if getattr(cfg, name) < value:
-            raise InputError(f"--{name} {getattr(cfg, name)}: must be at least {value}")
+    check_least(cfg, samples=0, limit=0, max_new_tokens=1, rollout_batch_size=1)
     if saved := checkpoints(Path(cfg.model)):
         raise InputError(f"--model {cfg.model}: is a run; give a checkpoint, such as {saved[-1]}")
 
@@ -435,7 +434,7 @@ def run(cfg: EvalConfig) -> None:
     model, tokenizer = load(cfg.model, cfg.chat_template)
     # What is stored is read before any rank appends.
     rows = on_rank_0(lambda: open_folder(folder, cfg, tokenizer, suite, decodings))
-    problems = problems_by_key(suite, decodings, cfg.limit)
+    problems = problems_by_key(first_problems(suite, cfg.limit), decodings)
     missing = {key: problem for key, problem in problems.items() if key not in rows}
     file = folder / f"responses.rank{rank()}.jsonl"
     with file.open("a") as lines:

@@ -66,7 +66,7 @@ from rollout import (
     sampling_gap,
     stop_ids,
 )
-from support import InputError, progress, ranks
+from support import InputError, check_least, progress, ranks
 from support.data import load_problems
 from support.decoding import generator, mix_seed
 from support.models import check_length, gathered, load_config
@@ -281,7 +281,7 @@ class Batch:
         return self.map(lambda x: x[index] if x.dim() == 1 else x[index, :width])
 
     def to(self, device: torch.device) -> Batch:
-        return self.map(lambda x: x.to(device, non_blocking=True))
+        return self.map(lambda x: x.to(device))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return a batch of function(tensor) for each tensor."""
@@ -386,7 +386,7 @@ def collect(
         rewards=torch.tensor([row["reward"] for row in samples], dtype=torch.float64),
         advantages=torch.tensor([row["advantage"] for row in samples]),
         truncated=torch.tensor([response.truncated for response in responses]),
-        seeds=torch.tensor(seeds),
+        seeds=torch.tensor([response.seed for response in responses]),
     )
     return batch, samples
 
@@ -411,7 +411,8 @@ def sample_and_reward(
         responses = [response for _, response in sorted(sampled)]  # by the index of the prompt
     texts = [response.text for response in responses]
     rewards = reward_all(task.reward, texts, problems)
-    groups = torch.tensor(rewards, dtype=torch.float64).view(-1, cfg.group_size)  # (P, G)
+    groups = torch.tensor(rewards, dtype=torch.float64)
+    groups = groups.view(len(problems) // cfg.group_size, cfg.group_size)  # (P, G)
     # float32 cannot tell rewards of 1e8 and 1e8 + 1 apart. So the whole part of the group's mean is
     # subtracted first, which changes no A.
     groups = groups - groups.mean(dim=1, keepdim=True).trunc()
@@ -506,9 +507,9 @@ def update(
     # 1. I and its sum. `choice` has this rank's part of the denominator, and the sum over ranks is
     # the whole. FSDP averages gradients over ranks, so the loss gets the whole / their number.
     keep = choice.keep * batch.mask  # (B, L): a mask of your own may be True outside responses
-    part = keep.sum() if choice.denominator is None else choice.denominator
+    own = keep.sum() if choice.denominator is None else choice.denominator
     known = choice.stats.logp.isfinite() & choice.stats.entropy.isfinite()  # (B, L)
-    counts = all_sum({"denominator": part, "not_finite": (batch.mask & ~known).sum()})
+    counts = all_sum({"denominator": own, "not_finite": (batch.mask & ~known).sum()})
     denominator = (counts["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
     eps_high = cfg.eps_high if choice.eps_high is None else choice.eps_high
     has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
@@ -535,8 +536,8 @@ def update(
         if micro.ref_logp is not None:  # GRPO's J has a KL term
             loss = loss + cfg.beta * kl_term(logp, micro.ref_logp, kept, denominator)
         sums["loss"] += loss.detach().double() / world_size()
-        # Add a term of your own to `loss` here: the metrics keep -J. Like J it is a sum of all rows
-        # / denominator. Where it has a gradient at A = 0, has_gradient must be True everywhere.
+        # Add a term of your own to `loss` here: the metrics keep -J. Divide it by `denominator`, as
+        # J is. If it has a gradient where A = 0, has_gradient must be True everywhere.
         loss.backward()
         ratios = ratio_sums(
             logp,
@@ -877,10 +878,8 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
-    for name in "batch_size mini_batch_size max_new_tokens rollout_batch_size keep_last".split():
-        need(name, getattr(cfg, name) >= 1, "must be at least 1")
-    for name in "eval_limit eval_samples log_samples".split():
-        need(name, getattr(cfg, name) >= 0, "must be at least 0")
+    check_least(cfg, batch_size=1, mini_batch_size=1, max_new_tokens=1, rollout_batch_size=1)
+    check_least(cfg, keep_last=1, log_samples=0, eval_limit=0, eval_samples=0)
     fits = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", fits, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
     fits = cfg.mini_batch_size % world_size() == 0
@@ -902,7 +901,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     whole_rows = bool(cfg.reward)  # a reward of your own can read every column
     benchmarks = cfg.eval_benchmarks if cfg.eval_every else []
     suite = evaluation.load_benchmarks(benchmarks, cfg.eval_samples, whole_rows)
-    suite = {key: problems[: cfg.eval_limit or None] for key, problems in suite.items()}
+    suite = evaluation.first_problems(suite, cfg.eval_limit)
     problems = load_problems(cfg.data, whole_rows=whole_rows)
     for problem in progress.track(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
@@ -932,10 +931,9 @@ def load_models(
         policy.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused
     )
     if checkpoint:
-        decays = [group["weight_decay"] for group in optimizer.param_groups]
         load_optimizer(checkpoint, policy.model, optimizer)
-        for group, decay in zip(optimizer.param_groups, decays):
-            group["weight_decay"] = decay  # the flags win over those of a checkpoint
+        for group in optimizer.param_groups:
+            group["weight_decay"] = cfg.weight_decay  # not the checkpoint's
     # A checkpoint has this, so other programs stop and sample as training does.
     stops = stop_ids(policy.model, tokenizer)
     policy.model.generation_config = sampling_config(1.0, 1.0, None, stops, tokenizer.pad_token_id)

@@ -2,6 +2,7 @@
 
 import platform
 from importlib.metadata import version
+from typing import Any
 
 
 class InputError(ValueError):
@@ -9,6 +10,13 @@ class InputError(ValueError):
 
     A program ends with this message, one line, and no traceback.
     """
+
+
+def check_least(cfg: Any, **least: int) -> None:
+    """Raise InputError, naming the flag, if a flag is below its least value."""
+    for name, value in least.items():
+        if getattr(cfg, name) < value:
+            raise InputError(f"--{name} {getattr(cfg, name)}: must be at least {value}")
 
 
 def installed() -> dict[str, str]:

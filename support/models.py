@@ -67,7 +67,7 @@ def empty_model(config: PreTrainedConfig) -> Model:
 
 
 def prepared(model: Model) -> Model:
-    """Change the modules of a model. All models pass here; adapters such as LoRA's belong here."""
+    """Change a model's modules. Rank 0's whole one, FSDP's and the sampling twin must be alike."""
     return use_float32_head(fuse_norms(model))
 
 
@@ -199,7 +199,7 @@ def gathered(policy: torch.nn.Module) -> Iterator[Model]:
     if not groups:
         yield model
         return
-    twin = empty_model(model.config).eval()
+    twin = policy.empty().eval()
     twin.generation_config = model.generation_config
     for group in groups:
         group.unshard()
