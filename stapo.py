@@ -154,9 +154,9 @@ def clipped_loss(
     vocabulary). old_logp (B, T) float32: ln pi_old of the same tokens; it never receives a
     gradient. advantages (B,) float32. keep (B, T) bool is the paper's I; a float keep weights each
     token. If I is 1 on every response token, this is the objective of DAPO and JustRL (Sec. 2.3).
-    denominator is sum I; None takes the kept tokens of this call. (20-Entropy divides by all
-    tokens, the dropped ones included.) A micro-batch needs the denominator of its whole mini-batch.
-    FSDP averages gradients over ranks: pass the denominator of all ranks / the number of ranks.
+    denominator is sum I; None takes the kept tokens of this call. A micro-batch needs the
+    denominator of its whole mini-batch. FSDP averages gradients over ranks: pass the denominator of
+    all ranks / the number of ranks.
     """
     check_shapes(advantages, keep != 0, logp, old_logp)
     A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
@@ -912,9 +912,8 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     progress.say(f"{cfg.data}: {counts}")
     longest = max(len(problem["prompt_ids"]) for problem in kept)
     check_length(load_config(name), longest, cfg.max_new_tokens)
-    contents = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
-    data = f"{len(kept)} problems, {fingerprint(contents)}"
-    return Task(tokenizer, kept, reward, suite, data)
+    texts = [[problem["problem"], problem["answer"], problem.get("row")] for problem in kept]
+    return Task(tokenizer, kept, reward, suite, f"{len(kept)} problems, {fingerprint(texts)}")
 
 
 def load_models(

@@ -1,6 +1,8 @@
-"""Estimate what a run needs: memory of a GPU, rows, disk and hours. Nothing was measured.
+"""Estimate what a run needs: memory of a GPU, rows, disk and hours.
 
 python experiments/costs.py    # the table of docs/training.md, which lists the assumptions
+
+results/gpu.md has what was measured.
 """
 
 import re
