@@ -396,7 +396,8 @@ def sample_and_reward(
 ) -> tuple[list[Response], list[dict]]:
     """Sample a response to each of `problems`, which has whole groups, and reward it.
 
-    Returns the responses, and a row of samples.jsonl for each. Every rank must call it.
+    Returns the responses, and a row of samples.jsonl for each. Every rank must call it. Between two
+    calls ranks must meet in all_sum: NCCL waits only half an hour for another rank's rollout.
     """
     with gathered(policy) as model:
         sampled = sample(
