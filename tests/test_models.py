@@ -26,6 +26,7 @@ def test_a_checkpoint_has_the_rotary_positions_that_transformers_4_reads(tmp_pat
     assert "rope_theta" not in stored["rope_scaling"]
     again = rollout.load_model(str(folder))
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert fused_norms(again) == 2 * 2 + 1 and fused_norms(model) == 0
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])

@@ -103,6 +103,7 @@ def test_everything_equals_a_plain_second_computation(
     every, silenced = int(batch.mask.sum()), [r for r in truth if all(r["low"])]
     candidates = sum(r["low"][0] for r in truth)
     assert collected[0][0] == 1 and 10 < len(silenced) < candidates
+    assert len(set(batch.seeds.tolist())) == len(batch.seeds)  # --method random draws by them
     said = f"STAPO silences {len(silenced)} of {every:,} tokens, "
     said += f"{100 * len(silenced) / every:.3g} %\ncandidates in a mini-batch: {candidates / 3:.1f}"
     assert f"{said}\n" in printed
