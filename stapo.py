@@ -20,11 +20,11 @@ p is the probability of a sampled token. H is the entropy of the distribution it
 ratio rho is p under pi_theta / p under pi_old. clip(rho) is rho within [1 - eps_low, 1 + eps_high].
 In a group, A > 0 means R above the group's mean: with the rewards +1 and -1, a right response.
 
-Where training departs from the paper (docs/reference.md has baselines and evaluation, too):
-- The default run has 80 steps of 256 responses, the paper's 3,000 of 2,048: recipes/paper-1.7b.
-- This project's grader gives R. DAPO's rule, which the paper uses: scripts/rewards.py.
-- Prompts take the tokenizer's chat template if it has one. The paper does not say.
-- An update that is not finite is skipped. The paper does not say.
+Where training departs from the paper, or goes beyond it (docs/reference.md has the whole list):
+- The default run is small: 80 steps of 256 responses. recipes/paper-1.7b has the paper's sizes.
+- This project's grader gives R. The paper takes DAPO's rule: scripts/rewards.py has one form of it.
+- Prompts take the tokenizer's chat template if it has one.
+- An update that is not finite is skipped.
 
 Every rank runs every function. A rank that fails ends its process, and torchrun ends the others.
 
@@ -154,7 +154,7 @@ def clipped_loss(
     vocabulary). old_logp (B, T) float32: ln pi_old of the same tokens; it never receives a
     gradient. advantages (B,) float32. keep (B, T) bool is the paper's I; a float keep weights each
     token. If I is 1 on every response token, this is the objective of DAPO and JustRL (Sec. 2.3).
-    denominator is sum I; None takes the kept tokens of this call. A micro-batch needs the
+    denominator is sum I; None takes the sum of keep in this call. A micro-batch needs the
     denominator of its whole mini-batch. FSDP averages gradients over ranks: pass the denominator of
     all ranks / the number of ranks.
     """
@@ -297,7 +297,7 @@ class Choice(NamedTuple):
     stats: TokenStats  # ln p and H that it was made from, (B, L) each
     candidates: torch.Tensor | None = None  # (B, L) bool: tokens that could have been silenced
     tau_h: torch.Tensor | None = None  # 0-dim: the threshold of entropy, of all ranks' tokens
-    denominator: float | torch.Tensor | None = None  # None: the sum of keep
+    denominator: float | torch.Tensor | None = None  # of this rank; None: the sum of keep
     eps_high: float | None = None  # None: --eps_high
 
 
@@ -394,10 +394,10 @@ def collect(
 def sample_and_reward(
     policy: Policy, task: Task, problems: list[dict], seeds: list[int], cfg: Config
 ) -> tuple[list[Response], list[dict]]:
-    """Sample a response to each of `problems`, which has whole groups, and reward it.
+    """Sample a response to each of `problems` (each problem G times in a row), and reward it.
 
-    Returns the responses, and a row of samples.jsonl for each. Every rank must call it. Between two
-    calls ranks must meet in all_sum: NCCL waits only half an hour for another rank's rollout.
+    Returns the responses, and a row of samples.jsonl for each. Every rank must call it. If you call
+    it again, call all_sum before: `gathered` waits only half an hour for another rank's rollout.
     """
     with gathered(policy) as model:
         sampled = sample(
@@ -508,9 +508,9 @@ def update(
     # 1. I and its sum. `choice` has this rank's part of the denominator, and the sum over ranks is
     # the whole. FSDP averages gradients over ranks, so the loss gets the whole / their number.
     keep = choice.keep * batch.mask  # (B, L): a mask of your own may be True outside responses
-    own = keep.sum() if choice.denominator is None else choice.denominator
+    share = keep.sum() if choice.denominator is None else choice.denominator
     known = choice.stats.logp.isfinite() & choice.stats.entropy.isfinite()  # (B, L)
-    counts = all_sum({"denominator": own, "not_finite": (batch.mask & ~known).sum()})
+    counts = all_sum({"denominator": share, "not_finite": (batch.mask & ~known).sum()})
     denominator = (counts["denominator"] or 1) / world_size()  # nothing kept: 0 / 1
     eps_high = cfg.eps_high if choice.eps_high is None else choice.eps_high
     has_gradient = (batch.advantages != 0) | (batch.ref_logp is not None)  # (B,)
@@ -538,7 +538,8 @@ def update(
             loss = loss + cfg.beta * kl_term(logp, micro.ref_logp, kept, denominator)
         sums["loss"] += loss.detach().double() / world_size()
         # Add a term of your own to `loss` here: the metrics keep -J. Divide it by `denominator`, as
-        # J is. If it has a gradient where A = 0, has_gradient must be True everywhere.
+        # J is. An entropy needs a forward without logp_only, and has_gradient True everywhere: it
+        # has a gradient where A = 0, too.
         loss.backward()
         ratios = ratio_sums(
             logp,
@@ -623,13 +624,13 @@ def keep_all(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
     return Choice(keep=batch.mask, stats=batch.old)
 
 
-def weight_by_length(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+def mean_of_means(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
     """Sec. 2.2, GRPO: the clipped objective, averaged in each response, then over responses.
 
         J = 1/N sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
 
-    So a token weighs 1/|y_i|, and the denominator is the number of responses. The clip has eps_low
-    on both sides. `update` subtracts beta k3 (kl_term) if there is a reference policy.
+    So a token weighs 1/|y_i|, and the denominator is N, the number of responses. The clip has
+    eps_low on both sides. `update` subtracts beta k3 (kl_term) if there is a reference policy.
     """
     lengths = batch.mask.sum(dim=1, keepdim=True)  # (B, 1)
     weights = batch.mask / lengths.clamp(min=1)  # (B, L)
@@ -639,9 +640,9 @@ def weight_by_length(batch: Batch, policy: Policy | None, cfg: Config) -> Choice
 def kl_term(
     logp: torch.Tensor, ref_logp: torch.Tensor, keep: torch.Tensor, denominator: float
 ) -> torch.Tensor:
-    """Sec. 2.2, GRPO's KL to the reference policy, in the mean of the objective: a 0-dim tensor.
+    """Sec. 2.2, GRPO's KL to the reference policy, a mean like the objective's: a 0-dim tensor.
 
-        1 / denominator * sum I_it k3_it        k3 = r - ln r - 1 with r = pi_ref / pi_theta
+        1 / denominator * sum keep_it k3_it        k3 = r - ln r - 1 with r = pi_ref / pi_theta
 
     The paper has KL(pi_theta || pi_ref) beside the mean. Here its estimate k3 is inside the mean
     over tokens. The value of k3 estimates KL(pi_theta || pi_ref). The gradient of k3 estimates the
@@ -658,7 +659,7 @@ def kl_term(
 METHODS: dict[str, Callable[[Batch, Policy | None, Config], Choice]] = {
     "stapo": silence_spurious,
     "justrl": keep_all,
-    "grpo": weight_by_length,
+    "grpo": mean_of_means,
     "20-entropy": keep_high_entropy,
     "full-mask": silence_candidates,
     "high-entropy": silence_high_entropy,

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel as Model
 
 
 class TokenStats(NamedTuple):
-    """p and H of tokens: two float32 tensors of one shape, over the full vocabulary."""
+    """ln p and H of tokens: two float32 tensors of one shape, over the full vocabulary."""
 
     logp: torch.Tensor  # ln pi(y) of the sampled token y
     entropy: torch.Tensor | None  # H in nats, of the distribution that y was drawn from
@@ -19,8 +19,8 @@ HEAD_CHUNK = {"cpu": 256, "cuda": 1024}
 
 
 class HeadStats(torch.autograd.Function):
-    """ln p and entropy of N tokens, chunk by chunk: all logits never exist at once. The backward
-    computes each chunk again:
+    """ln p and entropy of N tokens, chunk by chunk: all logits never exist at once, because the
+    backward computes each chunk again. In one piece the forward is:
 
         logits = hidden.float() @ weight.T.float()      # (N, V): float32_logits
         ln_pi = logits.log_softmax(-1)                  # (N, V)
@@ -29,8 +29,8 @@ class HeadStats(torch.autograd.Function):
 
     HeadStats.apply(hidden, weight, targets, logp_only) takes hidden (N, D), weight (V, D) and
     targets (N,) long. It returns ln p and entropy (nats), (N,) float32 each, with gradients to
-    hidden and weight. With `logp_only` the entropy is None, and takes no time and no memory.
-    Temperature 1, full vocabulary.
+    hidden and weight. With `logp_only` the entropy is None and takes no time. The gradient of the
+    entropy needs a second tensor of a chunk's size (C, V). Temperature 1, full vocabulary.
     """
 
     @staticmethod
