@@ -78,9 +78,7 @@ def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
     ranks.on_rank_0(read)  # the other ranks wait here for a download
     if not dist.is_initialized():
         return Policy(whole, gradient_checkpointing)
-    empty = functools.partial(models.empty_model, load_config(name))
-    policy = Policy(empty(), gradient_checkpointing)
-    policy.empty = empty  # the same model without weights, for `gathered`
+    policy = Policy(models.empty_model(load_config(name)), gradient_checkpointing)
     models.load_sharded(policy, whole)
     return policy
 
@@ -131,7 +129,6 @@ class Response:
     ids: list[int]  # the stop id included, a token like any other
     truncated: bool  # ended by max_new_tokens, not by a stop id
     text: str
-    seed: int = 0  # of its sampling
 
 
 def sample(
@@ -178,7 +175,7 @@ def sample(
         sampled = generate_in_batches(model, prompts, config, size, seeds)
     for index, ids in track(sampled, progress, len(prompts)):
         text = to_text(tokenizer, ids, skip_special=True)
-        yield index, Response(prompts[index], ids, ids[-1] not in stops, text, seeds[index])
+        yield index, Response(prompts[index], ids, ids[-1] not in stops, text)
     if model.device.type == "cuda":
         # Give the cache's memory back to the GPU. Otherwise gradients and AdamW's moments would be
         # put into pieces of it, and no free piece would be large enough for the next cache.

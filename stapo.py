@@ -386,7 +386,7 @@ def collect(
         rewards=torch.tensor([row["reward"] for row in samples], dtype=torch.float64),
         advantages=torch.tensor([row["advantage"] for row in samples]),
         truncated=torch.tensor([response.truncated for response in responses]),
-        seeds=torch.tensor([response.seed for response in responses]),
+        seeds=torch.tensor(seeds),
     )
     return batch, samples
 

@@ -199,7 +199,7 @@ def gathered(policy: torch.nn.Module) -> Iterator[Model]:
     if not groups:
         yield model
         return
-    twin = policy.empty().eval()
+    twin = empty_model(model.config).eval()
     twin.generation_config = model.generation_config
     for group in groups:
         group.unshard()
