@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, GenerationConfig
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from support import InputError, models, ranks
+from support import InputError, models, ranks, short
 from support.decoding import (
-    NAN_LOGITS,
     decoding_loop,
     has_full_attention,
     mix_seed,
@@ -32,7 +32,7 @@ from support.decoding import (
 )
 from support.head import HeadStats, TokenStats
 from support.models import load_config, load_model, load_pretrained
-from support.progress import track
+from support.progress import log, track
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -56,10 +56,39 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
             tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--chat_template {chat_template}: no text there ({error})") from error
+    if tokenizer.chat_template:
+        check_template(tokenizer, chat_template or name)
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def check_template(tokenizer: Tokenizer, source: str) -> None:
+    """Raise InputError if a chat template leaves a problem out, or is no template at all.
+
+    Print a line if it writes the date.
+    """
+    problem = "What is 1 + 1?"
+    turns = [{"role": "user", "content": problem}]
+
+    def text_on(day: str) -> str:
+        # A macro takes the place of the function that transformers gives to templates.
+        date = f"{{% macro strftime_now(format) %}}{day}{{% endmacro %}}"
+        template = date + tokenizer.get_chat_template()
+        return tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+
+    try:
+        today, tomorrow = text_on("today"), text_on("tomorrow")
+    except TemplateError as error:
+        line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+        raise InputError(f"{source}: no chat template ({line}{short(error)})") from error
+    if problem not in today:
+        what = "the chat template leaves out the problem"
+        raise InputError(f"{source}: {what}; it must write the content of each of `messages`")
+    if today != tomorrow:
+        what = "the chat template writes today's date, so prompts change at midnight"
+        log(f"{source}: {what}. To keep them, give --chat_template FILE with the date written in")
 
 
 def load_policy(name: str, gradient_checkpointing: bool = False) -> "Policy":
@@ -158,7 +187,7 @@ def sample(
     and takes the seed of its first response. So the samples depend on the size of the batches. On a
     GPU this size depends on the free memory.
 
-    Raises RuntimeError if the model is in training mode, and InputError if logits are NaN.
+    Raises RuntimeError if the model is in training mode.
     """
     if model.training:
         raise RuntimeError("the model is in training mode: call model.eval() before sampling")
@@ -223,21 +252,13 @@ def generate_in_batches(
     model: Model, prompts: list[list[int]], config: GenerationConfig, size: int, seeds: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
     """Sample by plain `generate`, for a model whose cache has no slots; yields as decoding_loop."""
-    stops, processors = set(config.eos_token_id), LogitsProcessorList([refuse_nan])
+    stops = set(config.eos_token_id)
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         torch.manual_seed(seeds[start])
-        rows = generate(model, batch, config, logits_processor=processors)
-        rows = rows[:, max(map(len, batch)) :]  # (B, T)
+        rows = generate(model, batch, config)[:, max(map(len, batch)) :]  # (B, T)
         for index, ids in enumerate(rows.tolist(), start):
             yield index, until_stop(ids, stops)
-
-
-def refuse_nan(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """A logits processor that raises InputError if logits are NaN, and changes nothing."""
-    if logits.isnan().any():
-        raise InputError(NAN_LOGITS)
-    return logits
 
 
 def to_text(tokenizer: Tokenizer, ids: list[int], skip_special: bool = False) -> str:

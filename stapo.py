@@ -119,7 +119,8 @@ def spurious_mask(
     0.1) = 1.15, and token 2 is silenced.
 
     logp (B, T) float32: ln p of each response token under the current policy. entropy (B, T)
-    float32: H in nats, under the same policy. advantages (B,) float32. mask (B, T) bool.
+    float32: H in nats, under the same policy. advantages float32: (B,), or (B, T) with the A_i of
+    its response at each token. mask (B, T) bool.
     tau_h is the q-quantile of the candidates' entropies. If tau_h is None, it is computed from this
     call, which must then see the whole mini-batch. If the mini-batch is spread over ranks,
     over_ranks must concatenate the ranks' 1-D tensors.
@@ -128,7 +129,8 @@ def spurious_mask(
     tau_h is -inf, and nothing is silenced.
     """
     check_shapes(advantages, mask, logp, entropy)
-    candidates = mask & (advantages[:, None] > 0) & (logp.exp() < tau_p)  # (B, T)
+    A = advantages if advantages.dim() == 2 else advantages[:, None]  # (B, T) or (B, 1)
+    candidates = mask & (A > 0) & (logp.exp() < tau_p)  # (B, T)
     if tau_h is None:
         tau_h = quantile(over_ranks(entropy[candidates]), q)
     silenced = candidates & (entropy < tau_h)  # (B, T)
@@ -152,14 +154,14 @@ def clipped_loss(
 
     logp (B, T) float32 with gradient: ln pi_theta of each response token (temperature 1, full
     vocabulary). old_logp (B, T) float32: ln pi_old of the same tokens; it never receives a
-    gradient. advantages (B,) float32. keep (B, T) bool is the paper's I; a float keep weights each
-    token. If I is 1 on every response token, this is the objective of DAPO and JustRL (Sec. 2.3).
-    denominator is sum I; None takes the sum of keep in this call. A micro-batch needs the
-    denominator of its whole mini-batch. FSDP averages gradients over ranks: pass the denominator of
-    all ranks / the number of ranks.
+    gradient. advantages (B,) or (B, T) float32. keep (B, T) bool is the paper's I; a float keep
+    weights each token. If I is 1 on every response token, this is the objective of DAPO and JustRL
+    (Sec. 2.3). denominator is sum I; None takes the sum of keep in this call. A micro-batch needs
+    the denominator of its whole mini-batch. FSDP averages gradients over ranks: pass the
+    denominator of all ranks / the number of ranks.
     """
     check_shapes(advantages, keep != 0, logp, old_logp)
-    A = advantages[:, None]  # (B, 1): every token of y_i has the same A_i
+    A = advantages if advantages.dim() == 2 else advantages[:, None]  # (B, T) or (B, 1)
     log_rho = (logp - old_logp.detach()).masked_fill(keep == 0, 0.0)  # (B, T)
     # exp overflows above 88. Where A >= 0, J_it is flat long before: the gradient there is 0.
     rho = log_rho.masked_fill((A >= 0) & (log_rho > 80), 80.0).exp()  # (B, T)
@@ -230,18 +232,21 @@ def quantile(values: torch.Tensor, q: float | torch.Tensor) -> torch.Tensor:
 
 
 def check_shapes(advantages: torch.Tensor, mask: torch.Tensor, *tensors: torch.Tensor) -> None:
-    """Raise a ValueError unless mask is (B, T) bool, advantages (B,) and each of tensors (B, T).
+    """Raise a ValueError unless mask is (B, T) bool, advantages (B,) or (B, T), tensors (B, T).
 
-    Others would broadcast. If each token has its own advantage, or tokens are packed, make each
-    token a row: T is 1.
+    Other shapes would broadcast. The tensors, ln p and H, must be float32 or float64: bfloat16
+    rounds an ln p of -8 by up to 0.03, so rho would be off by 3 %.
     """
-    if mask.dtype != torch.bool or mask.dim() != 2 or advantages.shape != mask.shape[:1]:
-        text = f"mask must be (B, T) bool: it is {tuple(mask.shape)} {mask.dtype}. "
-        raise ValueError(f"{text}advantages must be (B,): they are {tuple(advantages.shape)}")
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if any(shape != mask.shape for shape in shapes):
-        text = "log-probabilities and entropy must be (B, T) like mask"
-        raise ValueError(f"{text}, {tuple(mask.shape)}: they are {shapes}")
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise ValueError(f"mask must be (B, T) bool: it is {tuple(mask.shape)} {mask.dtype}")
+    if advantages.shape not in (mask.shape, mask.shape[:1]):
+        text = f"advantages must be (B,) or (B, T) like mask, {tuple(mask.shape)}"
+        raise ValueError(f"{text}: they are {tuple(advantages.shape)}")
+    for tensor in tensors:
+        if tensor.shape != mask.shape or tensor.dtype not in (torch.float32, torch.float64):
+            text = "log-probabilities and entropy must be (B, T) like mask, float32 or float64"
+            found = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{text}: mask is {tuple(mask.shape)}, and one is {found}")
 
 
 # =========================================================================== the loss ends here
@@ -417,6 +422,8 @@ def sample_and_reward(
     # float32 cannot tell rewards of 1e8 and 1e8 + 1 apart. So the whole part of the group's mean is
     # subtracted first, which changes no A.
     groups = groups - groups.mean(dim=1, keepdim=True).trunc()
+    # 0.7 + 0.2 + 0.1 and 0.1 + 0.2 + 0.7 differ by 1e-16. That is no advantage.
+    groups[groups.amax(dim=1) - groups.amin(dim=1) < 1e-7] = 0.0
     advantages = group_advantages(groups.float()).flatten().tolist()
     samples = [
         {"problem": problem["problem"], "gold": problem["answer"], "response": text}
@@ -880,8 +887,10 @@ def check_flags(cfg: Config) -> None:
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
-    check_least(cfg, batch_size=1, mini_batch_size=1, max_new_tokens=1, rollout_batch_size=1)
-    check_least(cfg, keep_last=1, log_samples=0, eval_limit=0, eval_samples=0)
+    check_least(cfg, batch_size=1, mini_batch_size=1, max_prompt_tokens=1, max_new_tokens=1)
+    check_least(cfg, rollout_batch_size=1, tokens_per_micro_batch=1, keep_last=1)
+    check_least(cfg, steps=0, warmup_steps=0, threads=0, save_every=0, log_samples=0)
+    check_least(cfg, eval_every=0, eval_limit=0, eval_samples=0)
     fits = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", fits, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")
     fits = cfg.mini_batch_size % world_size() == 0

@@ -1,7 +1,11 @@
 """Helpers of the four programs, none of which they import. Read ranks.py first, then run.py."""
 
 import platform
+import re
+import sys
+import textwrap
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 
@@ -10,6 +14,11 @@ class InputError(ValueError):
 
     A program ends with this message, one line, and no traceback.
     """
+
+
+def short(error: Exception) -> str:
+    """Return the message of a library's error as one line, without the end of a very long one."""
+    return textwrap.shorten(str(error), 700)
 
 
 def check_least(cfg: Any, **least: int) -> None:
@@ -23,3 +32,10 @@ def installed() -> dict[str, str]:
     """Return the versions of Python and of the run-time packages: {name: version}."""
     packages = ("torch", "transformers", "datasets", "tqdm")
     return {"Python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+_FILE = Path(__file__).parent.with_name("requirements.txt")
+# Before anything is imported that only newer versions have.
+for _name, _least in re.findall(r"^(\w+)>=([\d.]+)", _FILE.read_text("utf-8"), re.MULTILINE):
+    if [*map(int, version(_name).split(".")[:2])] < [*map(int, _least.split("."))]:
+        sys.exit(f"{_name} {version(_name)} is too old: pip install -r requirements.txt")

@@ -1,17 +1,21 @@
 """Problems and their right answers, from the Hub or a file, in the layouts of usual data sets."""
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support import InputError
+from support import InputError, short
 from support.progress import say, track
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model")
+QUESTION_PARTS = ("choices", "options", "context")  # columns that no prompt would have
 READ = f"a problem is text or a chat of user and assistant, in {' or '.join(PROBLEM_COLUMNS)}; "
-READ += f"an answer is text, a number below 2^53 or a flat list, in {' or '.join(ANSWER_COLUMNS)}"
+READ += "an answer is text, a number below 2^53 or a flat list (as text: a list of one text), in "
+READ += f'{" or ".join(ANSWER_COLUMNS)} (with pandas: orient="records")'
 # DAPO-Math-17k wraps each problem in its own instruction, which asks for another answer format.
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -26,35 +30,61 @@ def load_problems(
     """The distinct problems of a Hub data set or a .jsonl, .json or .parquet file, in their order.
 
     The problem is the column `problem`, `question` or `prompt`: text or a chat. The answer is
-    `answer`, `final_answer` or `reward_model["ground_truth"]`. The first that is not empty counts,
-    and of rows with the same problem the first. Returns [{"problem": str, "answer": str}].
+    `answer`, `final_answer` or `reward_model["ground_truth"]`. The first that is not empty counts.
+    source: a file, or ID, ID:CONFIG or ID:CONFIG:SPLIT of a Hub data set; split: without a SPLIT.
+    Returns [{"problem": str, "answer": str}].
 
-    Rows without an answer are left out, and a line says how many. With `whole_rows` none is left
-    out, and each problem has its "row" too, a dict of every column. Raises InputError.
+    Rows without an answer are left out, and so are rows with the problem and the answer of an
+    earlier row. A line says how many. With `whole_rows` each problem has its "row" too, a dict of
+    every column. Then only rows that repeat a whole row are left out. Raises InputError.
     """
-    problems: dict[str, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
-    without_answer = 0
-    for number, row in enumerate(load_rows(source, split), start=1):
-        if not isinstance(row, dict):
-            raise InputError(f"{source}: row {number} is no JSON object")
-        texts = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
-        problem = next(filter(None, texts), "")
-        # None: of no kind that is read. "": the row says that there is no answer.
-        answers = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
-        answer = next(filter(None, answers), "")
-        if not problem or (None in answers and not answer and not whole_rows):
-            what = f"has no problem or no answer in its columns {', '.join(row)}"
-            raise InputError(f"{source}: row {number} {what}; {READ}")
+    problems: dict[tuple, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
+    total = without_answer = 0
+    for total, row in enumerate(load_rows(source, split), start=1):
+        try:
+            problem, answer = read_row(row, whole_rows)
+        except ValueError as error:
+            raise InputError(f"{source}: row {total} {error}") from error
         if answer or whole_rows:
+            # pandas gives each row a number of its own.
+            whole = [row[name] for name in row if not name.startswith("__index_level_")]
+            key = (problem, answer, repr(whole) if whole_rows else "")
             own = {"row": row} if whole_rows else {}
-            problems.setdefault(problem, {"problem": problem, "answer": answer} | own)
+            problems.setdefault(key, {"problem": problem, "answer": answer} | own)
         else:
             without_answer += 1
     if not problems:
         raise InputError(f"{source}: holds no problem with an answer; {READ}")
     if without_answer:
         say(f"{source}: rows without an answer (empty, proof, notfound) left out: {without_answer}")
+    if repeated := total - without_answer - len(problems):
+        say(f"{source}: rows that repeat an earlier row left out: {repeated}")
     return list(problems.values())
+
+
+def read_row(row: Any, whole_rows: bool) -> tuple[str, str]:
+    """Return the problem and the answer of a row. Raises ValueError that says what is wrong."""
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    texts = [problem_text(row[name]) for name in PROBLEM_COLUMNS if name in row]
+    problem = next(filter(None, texts), "")
+    # None: of no kind that is read. "": the row says that there is no answer.
+    answers = [answer_text(row[name]) for name in ANSWER_COLUMNS if name in row]
+    answer = next(filter(None, answers), "")
+    if not problem or (None in answers and not answer and not whole_rows):
+        columns = ", ".join(list(row)[:9])
+        raise ValueError(f"has no problem or no answer in its columns {columns}; {READ}")
+    for name in QUESTION_PARTS:
+        if any(text not in problem for text in texts_in(row.get(name))):
+            hint = "write it into the problem, or rename that column"
+            raise ValueError(f"has {name} that its problem does not contain; {hint}")
+    if re.search(r"[\ud800-\udfff]", problem + answer):
+        raise ValueError("has half of a character (\\ud800 to \\udfff), which no file can hold")
+    # In JSON, \frac without a second backslash is a form feed, and \theta begins with a tab.
+    if not whole_rows and (odd := re.search(r"[\0-\x08\x0b-\x1f]|[\t\r][a-z]", answer)):
+        hint = r"in JSON, LaTeX has two backslashes: \\frac"
+        raise ValueError(f"has the control character {odd[0][0]!r} in its answer; {hint}")
+    return problem, answer
 
 
 def load_rows(source: str, split: str) -> Iterator[dict]:
@@ -67,18 +97,24 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
     try:
         if kind in (".jsonl", ".json"):
             rows = json_rows(file)
+        elif file.is_file() and kind != ".parquet":
+            raise ValueError(f"{kind} is no kind of file that is read")
         else:
             if kind == ".parquet":
                 batches = (batch.to_pydict() for batch in ParquetFile(file).iter_batches(1000))
             else:
-                batches = datasets.load_dataset(source, split=split).iter(1000)
+                name, config, own_split = f"{source}::".split(":")[:3]
+                hub = datasets.load_dataset(name, config or None, split=own_split or split)
+                batches = hub.iter(1000)
             # A batch is {column: values}.
             rows = (dict(zip(batch, row)) for batch in batches for row in zip(*batch.values()))
         yield from track(rows, f"reading {source}")
     except Exception as error:  # datasets raises a dozen unrelated kinds
-        reason = " ".join(str(error).split())
-        hint = "give a Hub id, or a .jsonl, .json or .parquet file"
-        raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
+        what = f"cannot be read as a dataset ({short(error)})"
+        hint = (
+            "give a .jsonl, .json or .parquet file, or ID, ID:CONFIG or ID:CONFIG:SPLIT of the Hub"
+        )
+        raise InputError(f"{source}: {what}; {hint}") from error
 
 
 def json_rows(file: Path) -> Iterator[dict]:
@@ -96,6 +132,14 @@ def json_rows(file: Path) -> Iterator[dict]:
                 line = number + error.lineno - 1
                 raise ValueError(f"line {line} is not JSON: {error.msg}") from error
             yield from rows if isinstance(rows, list) else [rows]
+
+
+def texts_in(value: Any) -> list[str]:
+    """The texts and numbers of a cell, also of one that nests them: {"A": "red", "B": "blue"}."""
+    if isinstance(value, (list, dict)):
+        parts = value.values() if isinstance(value, dict) else value
+        return [text for part in parts for text in texts_in(part)]
+    return [] if value is None else [str(value).strip()]
 
 
 def problem_text(value: Any) -> str:
@@ -117,11 +161,17 @@ def answer_text(value: Any) -> str | None:
     """A right answer as text: text, a number, or a flat list of these, joined by commas.
 
     GSM8K has its work before the answer: `... #### 72` is 72. None is "", and so are NuminaMath's
-    `proof` and `notfound`. Of an object its "ground_truth" counts. Anything else gives None. Tables
-    can store 72 as 72.0, which gives "72". From 2^53 on floats have lost digits and give None.
+    `proof` and `notfound`. Of an object its "ground_truth" counts. Skywork-OR1 has lists as text:
+    `["72"]` is 72. A text that is a list of several texts gives None, and so does anything else.
+    Tables can store 72 as 72.0, which gives "72". From 2^53 on floats have lost digits: None.
     """
     if isinstance(value, dict):
         value = value.get("ground_truth", value)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):  # an interval, not JSON
+            items = json.loads(value)
+            if items and all(isinstance(item, str) for item in items):
+                value = items[0] if len(items) == 1 else {}
     texts = []
     for item in value if isinstance(value, list) else [value]:
         if type(item) is float and abs(item) < 2**53:  # neither infinite nor NaN
@@ -130,5 +180,6 @@ def answer_text(value: Any) -> str | None:
             texts.append(str(item))
         elif value is not None:
             return None
-    text = ", ".join(filter(None, texts)).rpartition("####")[2].strip()
-    return "" if text.lower() in ("proof", "notfound") else text
+    text = ", ".join(filter(None, texts)).rpartition("####")[2]
+    # read_row must see the form feed of "\frac", so only blanks are taken off.
+    return "" if text.strip().lower() in ("", "proof", "notfound") else text.strip(" \n")

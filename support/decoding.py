@@ -17,8 +17,6 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, St
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache, DynamicLayer
 
-from support import InputError
-
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
 CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
@@ -26,7 +24,6 @@ ALIGN = 8  # attention kernels want lengths that are a multiple of this
 # Bytes to draw a token, for each id of the vocabulary. When top-p sorts: logits, divided by the
 # temperature too (4 each), sorted values and indices (4 and 8), CUDA's buffers (32).
 DRAW_BYTES = 52
-NAN_LOGITS = "--model: its logits are NaN while sampling; look for weights that are not finite"
 
 
 class SlotCache(Cache):
@@ -132,7 +129,7 @@ def decoding_loop(
     """Decode left-padded prompts (N, P) long, `slots` of them at a time; `generate` calls it.
 
     When a response has ended, it yields (index of the prompt, ids of the response, stop id
-    included). Raises InputError if logits are NaN.
+    included).
     """
     # Any other processor would change the distribution that responses are drawn from.
     processors = {type(processor).__name__ for processor in logits_processor}
@@ -167,8 +164,6 @@ def decoding_loop(
         # 2. Every row gets a few tokens.
         tokens = decode(forward, cache, running, steps, draw).tolist()
         for row, ids in zip(running, tokens, strict=True):
-            if min(ids) < 0:  # next_token's sign of a NaN logit
-                raise InputError(NAN_LOGITS)
             row.ids += until_stop(ids, stops)
         # 3. Rows that have ended leave, and the row in the last slot moves into the free slot. The
         # walk is backwards: the row in the last slot has been looked at and has not ended.
@@ -234,25 +229,23 @@ def decode(
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
         cache.write_to(slots, position, visible)
         given = {"attention_mask": mask, "position_ids": position}
-        logits = forward(input_ids=token.clamp(min=0), **given).logits[:, -1].float()  # (R, V)
+        logits = forward(input_ids=token, **given).logits[:, -1].float()  # (R, V)
         token = draw(token, logits, uniforms[:, step, None])  # (R, 1)
         tokens.append(token)
     return torch.cat(tokens, 1)
 
 
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
-    """Draw a token for each row of logits (R, V) float32: (R, 1) long, -1 if a logit is NaN.
+    """Draw a token for each row of logits (R, V) float32: (R, 1) long.
 
     uniforms (R, 1) float64 are random numbers in [0, 1), which are looked up in the cumulative
     distribution. If uniforms is None, the token is the likeliest one. The distribution is float64:
     a rare token's probability is not rounded away.
     """
     if uniforms is None:
-        largest, token = logits.max(-1, keepdim=True)  # NaN is the largest of all
-        return token.masked_fill(largest.isnan(), -1)
+        return logits.max(-1, keepdim=True).indices
     cumulative = logits.softmax(-1, dtype=torch.float64).cumsum(-1)  # (R, V)
-    token = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    return token.masked_fill(cumulative[:, -1:].isnan(), -1)
+    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
 
 
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:

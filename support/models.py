@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
-from support import InputError, ranks
+from support import InputError, ranks, short
 from support.head import float32_logits, use_float32_head
 
 # Classes of transformers with the formula of torch's RMSNorm: x / sqrt(mean(x^2) + epsilon) *
@@ -37,8 +37,8 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"{name}: no {what} there, give a Hub id or folder ({reason})") from error
+        why = f"no {what} there, give a Hub id or folder ({short(error)})"
+        raise InputError(f"{name}: {why}") from error
 
 
 def load_model(

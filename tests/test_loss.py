@@ -95,18 +95,42 @@ def test_old_logp_gets_no_gradient():
 
 
 def test_shapes_that_would_broadcast_are_refused():
-    """An advantage for each token, packed tokens, a mask of 0 and 1, a tensor of another shape."""
+    """One advantage for all, a column, a mask of 0 and 1, a tensor of another shape."""
     logp, old_logp, advantages, entropy, mask = drawn()
-    each = advantages[:, None].expand_as(mask)
-    wrong = [(A, mask) for A in (each, advantages[:, None], advantages[:1])]
-    for A, I in (*wrong, (each[mask], mask[mask]), (advantages, mask.long())):  # noqa: E741
+    wrong = [(A, mask) for A in (advantages[:, None], advantages[:1])]
+    for A, I in (*wrong, (advantages, mask[0]), (advantages, mask.long())):  # noqa: E741
         with pytest.raises(ValueError, match="mask"):
             stapo_loss(logp, old_logp, A, entropy, I, tau_h=0.5)
     # Packed tokens are rows of one token. Otherwise logp - old_logp would be (N, N).
     *rows, keep = (x[mask][:, None] for x in (logp, old_logp, entropy, mask))
+    A = advantages[:, None].expand_as(mask)[mask]
     for i in range(3):
         x, y, z = (row.flatten() if i == j else row for j, row in enumerate(rows))
         with pytest.raises(ValueError, match="like mask"):
-            stapo_loss(x, y, each[mask], z, keep, tau_h=0.5)
-    loss, _ = stapo_loss(*rows[:2], each[mask], rows[2], keep)
-    torch.testing.assert_close(loss, stapo_loss(logp, old_logp, advantages, entropy, mask)[0])
+            stapo_loss(x, y, A, z, keep, tau_h=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", [0, 1, 3])
+def test_rounded_log_probabilities_are_refused(which, dtype):
+    tensors = list(drawn())
+    tensors[which] = tensors[which].to(dtype)
+    with pytest.raises(ValueError, match=f"float32 or float64: .* {dtype}"):
+        stapo_loss(*tensors)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_advantages_may_be_those_of_tokens(packed):
+    """(B, T) advantages, as other frameworks have them, padded or one token a row."""
+    logp, old_logp, advantages, entropy, mask = drawn()
+    each = advantages[:, None].expand_as(mask)
+    x = logp.clone().requires_grad_()
+    tensors = [x, old_logp, each.masked_fill(~mask, float("nan")), entropy, mask]
+    if packed:
+        tensors = [tensor[mask][:, None] for tensor in tensors]
+    loss, counts = stapo_loss(*tensors, tau_p=0.1)
+    expected, of_rows = stapo_loss(logp.requires_grad_(), *drawn()[1:], tau_p=0.1)
+    torch.testing.assert_close(loss, expected)
+    assert counts == of_rows and counts["silenced"] > 0
+    gradients = torch.autograd.grad(loss, x) + torch.autograd.grad(expected, logp)
+    torch.testing.assert_close(*gradients)
