@@ -116,6 +116,13 @@ def held_out(groups: list[Group]) -> list[str]:
     return metrics
 
 
+def is_run(path: Path) -> bool:
+    """Whether a path is a run of stapo.py with a whole step or an evaluation."""
+    config = path / "config.json"  # a checkpoint has one, too
+    of_run = config.is_file() and "data_fingerprint" in config.read_text("utf-8")
+    return of_run and any(read_metrics(path))
+
+
 def group_runs(paths: list[Path]) -> list[Group]:
     """Read runs and group those that differ in the seed alone. Raises ValueError.
 
@@ -225,20 +232,17 @@ def differences(groups: list[Group], metrics: list[str]) -> list[str]:
     """Return lines for each group after the first: its accuracies minus the first group's.
 
     The standard error is that of the mean of the seeds' differences: two runs of a seed train on
-    the same problems. Runs without a common step have no line.
+    the same problems. Runs without a common seed or step have no line.
     """
     first, *others = groups
     lines = []
     for group in others:
         seeds = sorted(first.runs.keys() & group.runs.keys())
-        if not seeds:
-            lines.append(f"{group.label} minus {first.label}: not compared, no seed is in both")
-            continue
         name = f"{group.label} minus {first.label}, seeds {', '.join(map(str, seeds))}"
         pairs = [(first.runs[seed], group.runs[seed]) for seed in seeds]
         for metric in metrics:
             series = [run.get(metric, {}) for pair in pairs for run in pair]
-            steps = sorted(set.intersection(*map(set, series)) - {0})
+            steps = sorted(set.intersection(*map(set, series)) - {0}) if series else []
             if steps:
                 lines.append(f"{name}: {metric} {difference(metric, pairs, steps)}")
     return lines
@@ -265,14 +269,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run directories of stapo.py")
     parser.add_argument("--output", type=Path, help="default: RUN/figures, or figures for several")
     args = parser.parse_args(argv)
-    out = args.output or (args.runs[0] if len(args.runs) == 1 else Path()) / "figures"
+    runs = list(filter(is_run, args.runs))
+    out = args.output or (runs[0] if len(runs) == 1 else Path()) / "figures"
+    others = ", ".join(str(path) for path in args.runs if path not in runs)
+    if not runs:
+        sys.exit(f"figures.py: no run of stapo.py with a step: {others}")
+    if others:
+        print(f"left out, because no run of stapo.py with a step: {others}")
     try:
-        groups = group_runs(args.runs)
+        groups = group_runs(runs)
         out.mkdir(parents=True, exist_ok=True)
         scores = held_out(groups)
         for stem, panels in (FIGURES | {"evaluation": dict(zip(scores, scores))}).items():
             draw_curves(stem, panels, groups, out)
-        lines = [line for run in args.runs for line in changes(run)]
+        lines = [line for run in runs for line in changes(run)]
         lines += differences(groups, ["accuracy", *scores])
         print(*lines, f"figures in {out}", sep="\n")
     except (OSError, ValueError) as error:

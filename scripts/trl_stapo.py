@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from trl.trainer.utils import add_fused_lm_head
 
@@ -156,35 +157,35 @@ DEFAULTS = {
     "weight_decay": 0.1,
     "logging_steps": 1,
     "router_aux_loss_coef": 0.0,  # None: a mixture of experts has its own
+    "vllm_importance_sampling_correction": False,
 }
 
-# Options that would change the objective or the sampler, and the value that each must keep.
-FIXED = {
-    "loss_type": "dapo",
-    "importance_sampling_level": "token",
-    "scale_rewards": "group",  # A is divided by the standard deviation of the group's rewards
-    "multi_objective_aggregation": "sum_then_normalize",
-    "mask_truncated_completions": False,  # truncated responses are trained like any other
-    "beta": 0.0,  # no KL term
-    "entropy_coef": 0.0,  # no entropy bonus
-    "top_entropy_quantile": 1.0,
-    "delta": None,  # no second clip
-    # The policy that samples is the policy that is trained: full vocabulary, temperature 1.
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "generation_kwargs": None,  # can hold any of the five above
-    "use_transformers_continuous_batching": False,  # it rounds the weights to bfloat16
-}
+# The options of TRL that STAPOTrainer honours. Any other must keep TRL's default, because many would
+# change the objective, or the policy that samples: TRL 1.16 has 70 options, and later ones have more.
+HONOURED = set(
+    """cache_implementation cast_lm_head_to_fp32 chat_template_kwargs disable_dropout
+    ds3_gather_for_generation epsilon epsilon_high generation_batch_size log_completions
+    log_completions_hub_repo log_multimodal log_unique_prompts max_completion_length
+    model_init_kwargs num_completions_to_print num_generations num_generations_eval num_iterations
+    pad_to_multiple_of reward_weights router_aux_loss_coef shuffle_dataset steps_per_generation
+    trust_remote_code use_vllm vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port
+    vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host
+    vllm_server_port vllm_server_timeout vllm_tensor_parallel_size""".split()
+)
+# The options of transformers' own trainer are honoured, except these.
+HONOURED |= {field.name for field in fields(TrainingArguments)}
+HONOURED -= {"label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel"}
 
 
 def check(config: GRPOConfig, options: dict) -> None:
-    """Raise a ValueError that names the option if an option would change STAPO's objective."""
-    for name, value in FIXED.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"{name}={getattr(config, name)}: STAPO needs {name}={value}")
+    """Raise a ValueError that names the option if an option has no place in STAPO's objective."""
+    needed = {field.name: field.default for field in fields(GRPOConfig)}
+    # TRL's default is a weight for each token of vLLM's, which is not in STAPO's loss.
+    needed["vllm_importance_sampling_correction"] = False
+    for name in sorted(needed.keys() - HONOURED):
+        acts = config.use_vllm or not name.startswith("vllm_")
+        if acts and getattr(config, name) != needed[name]:
+            raise ValueError(f"{name}={getattr(config, name)}: STAPO needs {name}={needed[name]}")
     for name in ("tools", "rollout_func", "environment_factory"):
         if options.get(name):
             raise ValueError(f"{name}: STAPO has no mask for tokens that the policy did not sample")

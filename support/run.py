@@ -170,7 +170,7 @@ class RunFolder:
         """Write config.json, and cut records back to the checkpoint: later steps come again.
 
         data_fingerprint: of the problems. Raises InputError if a resumed run would go on with other
-        problems or another template.
+        problems, another template, or from another place in the data.
         """
         self.id = on_rank_0(lambda: self.write_config(data_fingerprint))
         self.evaluated_step = on_rank_0(self.cut_back)
@@ -190,8 +190,9 @@ class RunFolder:
             if name not in ("output", "resume") and stored.get(name, value) != value
         }
         words = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
-        if "data_fingerprint" in changed or "chat_template" in changed:
-            what = "a run keeps its problems and its chat template"
+        # The place in the data is the number of steps times batch_size.
+        if changed.keys() & {"data_fingerprint", "chat_template", "batch_size"}:
+            what = "a run keeps its problems, its chat template and its batch_size"
             raise InputError(f"--resume {self.path}: {what} ({words})")
         changes = stored.get("changes", [])
         if changed:

@@ -144,7 +144,7 @@ def test_flags_that_changed_in_the_middle_make_a_line_of_their_own(tmp_path):
     assert [sorted(group.runs) for group in groups] == [[0, 1], [2]]
 
 
-def test_real_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, undrawn, capsys):
+def test_real_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, undrawn):
     """Whatever a run writes into its config.json, the id and the changes of a resume included.
 
     Data that has moved is the same data. A file with other rows is other data.
@@ -157,6 +157,21 @@ def test_real_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, undrawn,
     runs = [tmp_path / f"{seed}" for seed in range(3)]
     first, second = figures.group_runs(runs)
     assert sorted(first.runs) == [0, 1] and "data 4000 problems" in second.label
-    figures.main([*map(str, runs), "--output", str(tmp_path)])
-    said = f"{second.label} minus {first.label}: not compared, no seed is in both"
-    assert capsys.readouterr().out.splitlines()[-2] == said
+
+
+def test_what_is_no_run_is_named_and_left_out(tmp_path, capsys):
+    """`runs/*` has folders of eval.py and tokens.py, logs, checkpoints, and runs that just began."""
+    good = write_run(tmp_path / "good", [metrics(1, 0.3)])
+    begun = write_run(tmp_path / "begun", [], seed=1)
+    folders = {"eval": "flags.json", "tokens": "rows.jsonl", "step_000001": "config.json"}
+    for name, file in folders.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text('{"model_type": "qwen3"}')
+    (tmp_path / "log").write_text("step 1")
+    figures.main([*map(str, sorted(tmp_path.iterdir()))])
+    said = capsys.readouterr().out.splitlines()
+    names = ", ".join(str(tmp_path / n) for n in ("begun", "eval", "log", "step_000001", "tokens"))
+    assert said[0] == f"left out, because no run of stapo.py with a step: {names}"
+    assert said[-1] == f"figures in {good}/figures" and (good / "figures/training.png").exists()
+    with pytest.raises(SystemExit, match=f"^figures.py: no run of stapo.py .* {begun}$"):
+        figures.main([str(begun)])

@@ -248,17 +248,6 @@ def test_slots_are_refilled_and_a_group_shares_its_prefill(random_model, monkeyp
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_nan_end_the_sampling(family, temperature, tokenizer):
-    model = make_family(family)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[90] = math.nan
-    options = {"max_new_tokens": 11, "temperature": temperature}
-    with pytest.raises(InputError, match=r"^--model: .*NaN.*\Z"):
-        list(sample(model, tokenizer, [[5, 6], [90], [7]], **options))
-
-
-@BOTH_PATHS
 def test_a_model_in_training_mode_is_not_sampled_from(family, tokenizer):
     """Gradient checkpointing would turn the cache off; dropout would draw from another policy."""
     with pytest.raises(RuntimeError, match=r"training mode.* call model\.eval\(\)"):
@@ -323,6 +312,22 @@ def test_the_chat_template_may_be_another_or_none(tmp_path):
     assert "assistant" in prompts[0] and prompts[1:] == ["Be brief. 1+2 Answer:", "1+2\n"]
 
 
+def test_a_template_that_writes_the_date_is_named(tmp_path, capsys):
+    """As Llama 3.2's. A template with the date written in is silent."""
+    file, prompts = tmp_path / "dated.jinja", []
+    start = "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% else %}"
+    start += "{% set day = '26 Jul 2024' %}{% endif %}\n"
+    for text in (start, "{% set day = '26 Jul 2024' %}\n"):
+        file.write_text(text + "Today is {{ day }}. {{ messages[0].content }}")
+        prompts.append(rollout.load_tokenizer(str(TINY), str(file)))
+    said = capsys.readouterr().err
+    assert (
+        said.startswith(f"{file}: the chat template writes today's date") and said.count("\n") == 1
+    )
+    fixed = prompts[1].decode(encode_prompt(prompts[1], "1+2", ""))
+    assert fixed == "Today is 26 Jul 2024. 1+2"
+
+
 def test_tokenizer_without_a_pad_token(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.pad_token = None
@@ -346,15 +351,30 @@ USER = {"role": "user", "content": "1+1"}
         ({"question": "?", "problem": " 1+1 ", "final_answer": "3", "answer": 2}, "2"),
         ({"prompt": "?", "question": "1+1", "problem": 7, "answer": " ", "final_answer": 4}, "4"),
         ({"prompt": [{"content": WRAPPED}], "reward_model": {"ground_truth": "2"}}, "2"),
+        ({"prompt": "1+1", "reward_model": {"ground_truth": '["7"]'}}, "7"),  # Skywork-OR1
+        ({"prompt": "1+1", "answer": r'["\\frac{1}{2}"]'}, r"\frac{1}{2}"),
         ({"prompt": "1+1", "answer": [], "final_answer": ["2", "", "3"]}, "2, 3"),
         ({"prompt": [USER | {"content": "0+1"}, {"role": "assistant", "content": "0"}, USER],
           "answer": "2"}, "2"),
     ],
 )  # fmt: skip
-def test_column_layouts(tmp_path, row, answer):
-    """The first column that is not empty, and of rows with the same problem the first."""
-    file = write_rows(tmp_path / "rows.jsonl", row, row | {"reward_model": {"ground_truth": "9"}})
+def test_column_layouts(tmp_path, capsys, row, answer):
+    """The first column that is not empty. A row that repeats what is read counts once."""
+    file = write_rows(tmp_path / "rows.jsonl", row, row | {"source": "a copy"})
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
+    assert f"{file}: rows that repeat an earlier row left out: 1\n" in capsys.readouterr().out
+
+
+def test_rows_are_the_same_if_all_that_is_read_is(tmp_path, capsys):
+    """The answer too, and with a reward of your own each column. pandas numbers the copies."""
+    tags = [("2", 1, 0), ("2", 1, 1), ("3", 1, 2), ("2", 4, 3)]
+    names = "answer", "tests", "__index_level_0__"
+    rows = [{"problem": "1+1"} | dict(zip(names, each)) for each in tags]
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    assert [problem["answer"] for problem in load_problems(file)] == ["2", "3"]
+    own = load_problems(file, whole_rows=True)
+    assert [problem["row"] for problem in own] == [rows[0], rows[2], rows[3]]
+    assert [line[-3:] for line in capsys.readouterr().out.splitlines()] == [": 2", ": 1"]
 
 
 def test_a_text_stays_a_text(tmp_path):

@@ -263,6 +263,18 @@ def test_rewards_far_from_zero_keep_their_differences(tmp_path):
     assert (expected != 0).sum() > 4 and groups.min() >= 1e8
 
 
+@pytest.mark.parametrize(
+    "pair", [(0.7 + 0.2 + 0.1, 1.0), (0.7 + 0.2 + 0.1 - 1, 0.0), (1e8, math.nextafter(1e8, 0))]
+)
+def test_rewards_that_differ_by_rounding_are_equal(tmp_path, pair):
+    """Otherwise the sign of the difference would be an advantage."""
+    (tmp_path / "own.py").write_text(f"def f(text, row):\n    return {pair}[len(text) % 2]\n")
+    run(tmp_path / "run", f"--steps 1 --reward {tmp_path}/own.py:f --log_samples 16")
+    rows = read_rows(tmp_path / "run" / "samples.jsonl")
+    assert len({row["reward"] for row in rows}) == 2
+    assert all(row["advantage"] == 0 for row in rows)
+
+
 def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):
     problems = [row["problem"] for row in read_rows(TINY / "test.jsonl")]
     lengths = [len(rollout.encode_prompt(tokenizer, problem, "")) for problem in problems]

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -79,6 +80,7 @@ def make_trainer(
         "report_to": [],
         "logging_steps": 1,
         "use_vllm": True,
+        "vllm_importance_sampling_correction": False,
     }
     return trl_stapo.STAPOTrainer(
         model or load_model(str(TINY)),
@@ -193,14 +195,31 @@ def test_bfloat16_layers_and_a_float32_head(tmp_path):
 # ----------------------------------------------------------------------------------------- refused
 
 
-def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path):
-    for name in trl_stapo.FIXED:
-        options = trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True)
+CHANGES_THE_LOSS = """loss_type importance_sampling_level scale_rewards multi_objective_aggregation
+    mask_truncated_completions beta entropy_coef use_adaptive_entropy top_entropy_quantile delta
+    off_policy_mask_threshold temperature top_p top_k min_p repetition_penalty generation_kwargs
+    use_transformers_continuous_batching vllm_importance_sampling_correction neftune_noise_alpha
+    vllm_structured_outputs_regex use_liger_kernel an_option_of_a_later_version""".split()
+
+
+@pytest.mark.parametrize("name", CHANGES_THE_LOSS)
+def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path, monkeypatch, name):
+    config = trl_stapo.GRPOConfig
+    later = make_dataclass("Later", [("an_option_of_a_later_version", str, "off")], bases=(config,))
+    monkeypatch.setattr(trl_stapo, "GRPOConfig", later)
+    options = later(str(tmp_path), use_cpu=True, use_vllm=True, **trl_stapo.DEFAULTS)
+    trl_stapo.check(options, {})
+    assert hasattr(options, name)
+    setattr(options, name, "another")
+    with pytest.raises(ValueError, match=f"^{name}=another: STAPO needs {name}="):
         trl_stapo.check(options, {})
-        assert hasattr(options, name)
-        setattr(options, name, "another")
-        with pytest.raises(ValueError, match=f"^{name}=another: "):
-            trl_stapo.check(options, {})
+
+
+def test_trls_weights_for_vllms_samples_are_off(tmp_path):
+    """They are TRL's default, and act on responses of vLLM alone."""
+    trl_stapo.check(trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True), {})
+    with pytest.raises(ValueError, match="^vllm_importance_sampling_correction=True: "):
+        trl_stapo.check(trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True, use_vllm=True), {})
 
 
 def test_a_routers_loss_is_refused_by_name(tmp_path):

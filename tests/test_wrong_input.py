@@ -1,14 +1,17 @@
 """Wrong flags, files, rows, models and directories: one clear line, and nothing is written over."""
 
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import transformers
 from datasets import Dataset
-from helpers import FLAGS, SHAPE, TINY, refused, run, write_rows
+from helpers import FLAGS, ROOT, SHAPE, TINY, refused, run, write_rows
 
 import eval as evaluation
 import rollout
@@ -24,6 +27,11 @@ TRAINING = r"""
 --eval_limit -195 | --eval_limit -195: must be at least 0
 --eval_samples -1 | --eval_samples -1: must be at least 0
 --log_samples -14 | --log_samples -14: must be at least 0
+--steps -1 | --steps -1: must be at least 0
+--save_every -10 | --save_every -10: must be at least 0
+--eval_every -1 | --eval_every -1: must be at least 0
+--warmup_steps -5 | --warmup_steps -5: must be at least 0
+--tokens_per_micro_batch 0 | --tokens_per_micro_batch 0: must be at least 1
 --batch_size 5 | --batch_size 5: not a multiple of --mini_batch_size 2
 --max_prompt_tokens 1 | --max_prompt_tokens 1: every prompt is longer
 --model no/such/model | no/such/model: no tokenizer there
@@ -34,7 +42,14 @@ TRAINING = r"""
 --reward nowhere.py:f | --reward nowhere.py:f: nowhere.py is no Python file
 --reward {}/own.py:f | --reward {}/own.py:f: .* has no function f
 --reward own | own is no Python file .FILE.py:FUNCTION
+--data {}/table.csv | table.csv: cannot be read as a dataset ..csv is no kind of file
+--data {}/table.jsonl.gz | table.jsonl.gz: cannot be read as a dataset ..gz is no kind of file
+--data {}/index.json | index.json: row 1 has no problem .* columns 0, 1; .*orient="records"
+--data {}/hub | hub: .* pick one among .*'main', 'other'.*; .* ID, ID:CONFIG or ID:CONFIG:SPLIT
+--data {}/hub:main:nowhere | hub:main:nowhere: .*Should be one of .'train', 'test'.
 --chat_template {} | --chat_template {}: no text there
+--chat_template {}/torn.jinja | torn.jinja: no chat template .line 2: unexpected
+--chat_template {}/forgetful.jinja | forgetful.jinja: the chat template leaves out the problem
 --resume {}/mistyped | mistyped: holds no run
 --resume {}/model | model: holds no run
 --resume {}/early | early: holds no checkpoint; start anew in another --output
@@ -52,11 +67,27 @@ def folder(tmp_path_factory):
     (folder / "own.py").write_text("f = 1")
     write_rows(folder / "long.jsonl", {"problem": "1+" * 5000, "answer": "2"})
     write_rows(folder / "good.jsonl", {"problem": "1+1", "answer": "2"})
+    (folder / "table.csv").write_text("problem,answer\n1+1,2\n")
+    (folder / "table.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (folder / "index.json").write_text('{"0": {"problem": "1+1"}, "1": {"problem": "1+2"}}')
+    (folder / "torn.jinja").write_text("{{ messages[0].content }}\n{% if")
+    (folder / "forgetful.jinja").write_text("{{ problem }} Answer:")
+    write_hub(folder / "hub")
     shutil.copytree(TINY, folder / "model")
     shutil.copytree(TINY, folder / "shell", ignore=lambda *_: ["model.safetensors"])
     run(folder / "run", "--steps 1")
     shutil.copytree(folder / "run", folder / "early", ignore=lambda *_: ["checkpoints"])
     return folder
+
+
+def write_hub(folder):
+    """A data set as the Hub has them, with two configurations; `main` has two splits."""
+    folder.mkdir()
+    for name in ("train", "test"):
+        write_rows(folder / f"{name}.jsonl", {"question": f"{name}?", "answer": "So\n#### 2"})
+    splits = [f"  - split: {name}\n    path: {name}.jsonl\n" for name in ("train", "test")]
+    text = f"- config_name: main\n  data_files:\n{''.join(splits)}- config_name: other\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{text}  data_files: train.jsonl\n---\n")
 
 
 def contents(folder) -> dict:
@@ -129,6 +160,58 @@ def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
     if column == "answer":
         own = load_problems(file, whole_rows=True)[1]
         assert own["answer"] == "" and (own["row"]["answer"] == value or math.isnan(value))
+
+
+@pytest.mark.parametrize(
+    "rest, message",
+    [
+        ('"question": "Which?", "choices": ["a", "b"], "answer": 2}', "has choices that its"),
+        ('"question": "Is a so?", "options": {"A": "a", "B": "b"}, "answer": "B"}', "has options"),
+        ('"question": "Who?", "context": "Ann.", "answer": "Ann"}', "has context that its problem"),
+        ('"problem": "1", "answer": "\\ud800"}', "has half of a character"),
+        ('"problem": "1\\udfff", "answer": "1"}', "has half of a character"),
+        (r'"problem": "1", "answer": "\frac{1}{2}"}', r"character '.x0c' in its answer; in JSON"),
+        (r'"problem": "1", "answer": "2 \times x"}', r"character '.t' in its answer; in JSON"),
+        (r'"problem": "1", "reward_model": {"ground_truth": "[\"7\", \"8\"]"}}', "no answer"),
+    ],
+)
+def test_a_row_that_would_be_another_question_is_refused(tmp_path, rest, message):
+    good = '{"problem": "1 or 2?", "options": [1, " 2", null], "context": "", "answer": "a\\tb"}\n'
+    good = good.replace("\\tb", "\\nb")
+    (tmp_path / "rows.jsonl").write_text(good + "{" + rest + "\n")
+    with pytest.raises(InputError, match=f"rows.jsonl: row 2 .*{message}"):
+        load_problems(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_data_set_of_the_hub_with_its_configuration_and_split(tmp_path):
+    write_hub(tmp_path / "hub")
+    for name, problem in (("hub:main", "train?"), ("hub:main:test", "test?"), ("hub:other", "tr")):
+        (found,) = load_problems(f"{tmp_path}/{name}")
+        assert found["problem"].startswith(problem) and found["answer"] == "2"
+
+
+def test_a_gated_model_says_where_to_log_in(monkeypatch, capsys):
+    def gated(name, **_):
+        lines = "You are trying to access a gated repo.", "Ask at https://huggingface.co/a/b.", ""
+        raise OSError("\n".join([*lines, "401 Client Error.", "Please log in."]))
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", gated)
+    line = refused(capsys, f"{FLAGS} --model a/b")
+    assert "Ask at https://huggingface.co/a/b. 401 Client Error. Please log in." in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("program", ["stapo.py", "eval.py", "scripts/tokens.py"])
+def test_a_package_that_is_too_old_is_named(tmp_path, program):
+    """transformers 4 is found first, and is never imported further than it has the names."""
+    (tmp_path / "transformers-4.57.1.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.1\n"
+    (tmp_path / "transformers-4.57.1.dist-info/METADATA").write_text(metadata)
+    command = [sys.executable, ROOT / program, "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = "transformers 4.57.1 is too old: pip install -r requirements.txt"
+    assert ended.returncode == 1 and ended.stderr.strip() == said
 
 
 # ----------------------------------------------------------------------------------------- models
