@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,26 +54,148 @@ def gradient_of(loop: str, names: dict) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in names["model"].parameters()])
 
 
+ON_RANKS = {  # what the page says of several ranks
+    "entropy, mask)": "entropy, mask, over_ranks=all_cat)",
+    "denominator = keep.sum().clamp(min=1)": "dist.all_reduce(denominator := keep.sum())\n"
+    "denominator = denominator / dist.get_world_size()",
+}
+
+
 def two_passes_on_ranks(folder) -> None:
     """This rank's rows of the mini-batch; the gradient is averaged as FSDP and DDP average."""
     ranks.start()
     names, rank, world = mini_batch(), ranks.rank(), ranks.world_size()
     for name in ("ids", "is_response", "mask", "old_logp", "advantages"):
         names[name] = names[name][rank::world]
-    passes = re.sub(r"silenced, .*\n.*\n.*\n", example("ranks"), example("two-passes"))
-    gradient = gradient_of(passes, names) / world
+    passes = example("two-passes")
+    for old, new in ON_RANKS.items():
+        assert passes.count(old) == 1
+        passes = passes.replace(old, new)
+    gradient = gradient_of(example("silence") + passes, names) / world
     torch.distributed.all_reduce(gradient)
     torch.save(gradient, f"{folder}/gradient.pt")
     torch.distributed.destroy_process_group()
 
 
-def test_an_update_is_the_same_in_one_call_in_two_passes_and_on_three_ranks(tmp_path):
+def packed_example() -> torch.Tensor:
+    """The mini-batch in two micro-batches of three responses, one after another without padding."""
+    names, micro_batches = mini_batch(), []
+    for rows in (range(3), range(3, 6)):
+        lengths = [int(names["is_response"][row].nonzero().max()) + 1 for row in rows]
+        batch = {"lengths": lengths}
+        for name, whole in {"ids": names["ids"], "mask": names["is_response"]}.items():
+            batch[name] = torch.cat([whole[row, :n] for row, n in zip(rows, lengths)])[None]
+        each = names["advantages"][:, None].expand_as(names["mask"])
+        for name, whole in {"old_logp": names["old_logp"], "advantages": each}.items():
+            batch[name] = torch.cat([whole[row][names["mask"][row]] for row in rows])[:, None]
+        micro_batches.append(batch)
+    return gradient_of(example("packed"), names | {"micro_batches": micro_batches})
+
+
+def test_an_update_is_the_same_in_one_call_in_two_passes_packed_and_on_three_ranks(tmp_path):
     whole = gradient_of(example("bare"), names := mini_batch())
     assert 3 < names["counts"]["silenced"] < names["counts"]["candidates"]
     assert launch(two_passes_on_ranks, 3, tmp_path / "log", tmp_path) == [0, 0, 0]
     others = gradient_of(example("two-passes"), mini_batch()), torch.load(tmp_path / "gradient.pt")
-    for gradient in others:
+    for gradient in (*others, packed_example()):
         torch.testing.assert_close(gradient, whole, rtol=1e-3, atol=1e-5)
+
+
+# ------------------------------------------------------------- STAPO is a mask: other frameworks
+
+
+def token_mean(framework: str) -> Callable:
+    """A framework's own loss of a micro-batch, by its mask and the tokens of all ranks.
+
+    It is a function of old_logp, logp, advantages and mask, (B, T) each, the number of tokens in
+    the masks of the whole optimiser step, and the number of ranks, over which it is averaged.
+    """
+    if framework == "verl":
+        from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+        from verl.workers.config import ActorConfig
+
+        clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1e9}
+        size = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+
+        def verls(old_logp, logp, advantages, mask, count, world):
+            config = ActorConfig(strategy="fsdp", **size, **clip)
+            config.global_batch_info.update(dp_size=world, batch_num_tokens=count)
+            tensors = old_logp, logp, advantages, mask
+            return compute_policy_loss_vanilla(*tensors, "token-mean", config)[0]
+
+        return verls
+    if framework == "openrlhf":
+        from openrlhf.models.loss import PolicyLoss
+
+        loss = PolicyLoss(clip_eps_low=0.2, clip_eps_high=0.28)
+
+        def openrlhfs(old_logp, logp, advantages, mask, count, world):
+            counts = {"dp_size": world, "batch_num_tokens": count}
+            return loss(logp, old_logp, advantages, action_mask=mask, **counts)[0]
+
+        return openrlhfs
+
+    def formula(old_logp, logp, advantages, mask, count, world):
+        rho = (logp - old_logp).exp()
+        loss = torch.max(-rho * advantages, -rho.clamp(0.8, 1.28) * advantages)
+        return (loss * mask).sum() / count * world
+
+    return formula
+
+
+def loop(logp, old_logp, advantages, entropy, mask) -> torch.Tensor:
+    """STAPO's gradient with respect to ln p, in float64, one token at a time."""
+    logp, old_logp, advantages, entropy = (
+        x.double() for x in (logp, old_logp, advantages, entropy)
+    )
+    tokens = [(i, t) for i, t in mask.nonzero().tolist()]
+    candidates = [(i, t) for i, t in tokens if advantages[i] > 0 and logp[i, t].exp() < 0.002]
+    found = sorted(float(entropy[each]) for each in candidates)
+    place = 0.75 * (len(found) - 1)
+    low = int(place)
+    tau_h = found[low] + (place - low) * (found[min(low + 1, len(found) - 1)] - found[low])
+    kept = [each for each in tokens if each not in candidates or entropy[each] >= tau_h]
+    assert 3 < len(tokens) - len(kept) < len(candidates)
+    logp.requires_grad_()
+    total = 0.0
+    for i, t in kept:
+        rho, A = (logp[i, t] - old_logp[i, t]).exp(), advantages[i]
+        clipped = rho.clamp(0.8, 1.28) * A
+        total = total + torch.minimum(rho * A, clipped)
+    return torch.autograd.grad(-total / len(kept), logp)[0]
+
+
+def masks_on_ranks(framework: str) -> None:
+    """Three micro-batches of two responses on each rank, whose masks are of 0 and 1."""
+    ranks.start()
+    exec(example("silence"), names := {})
+    loss_of, world = token_mean(framework), ranks.world_size()
+    whole = [torch.cat(rows) for rows in zip(*(drawn(seed, width=40) for seed in range(world)))]
+    mine = slice(6 * ranks.rank(), 6 * ranks.rank() + 6)
+    x = whole[0][mine].requires_grad_()
+    micro_batches = []
+    for i in (0, 2, 4):
+        logp, old_logp, A, entropy, mask = (part[mine][i : i + 2] for part in (x, *whole[1:]))
+        batch = {"logp": x[i : i + 2], "old_logp": old_logp, "entropy": entropy}
+        micro_batches.append(batch | {"advantages": A[:, None], "mask": mask.long()})
+    names["silence"](micro_batches, lambda batch: (batch["logp"], batch["entropy"]))
+    torch.distributed.all_reduce(count := sum(batch["mask"].sum() for batch in micro_batches))
+    for batch in micro_batches:
+        assert batch["mask"].dtype == torch.long
+        A = batch["advantages"].expand_as(batch["mask"])
+        tensors = batch["old_logp"], batch["logp"], A, batch["mask"], count, world
+        loss_of(*tensors).backward()
+    expected = loop(*whole)[mine]
+    torch.testing.assert_close(x.grad.double() / world, expected, rtol=1e-5, atol=1e-8)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("framework", ["formula", "verl", "openrlhf"])
+def test_a_framework_with_stapos_mask_has_stapos_gradient(tmp_path, framework):
+    """The page's function and a framework's own, untouched token mean, on two ranks."""
+    if framework != "formula":
+        pytest.importorskip(framework, reason=f"{framework} is not installed")
+    assert launch(masks_on_ranks, 2, tmp_path / "log", framework) == [0, 0]
 
 
 @pytest.mark.parametrize("method, tau_h", [("below", 1), ("dr-grpo", None)])
@@ -201,26 +323,3 @@ def test_micro_batches_of_one_response_are_another_objective():
     wrong = [stapo_loss(*each, **given)[0] for each in micro_batches]
     with pytest.raises(AssertionError, match="not close"):
         exec(example("check-whole"), {"tensors": micro_batches, "losses": wrong})
-
-
-def test_verl_example_is_registered_and_equals_verls_token_mean():
-    verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
-    exec(example("verl"), {})
-    ours = verl.get_policy_loss_fn("stapo")
-    logp, old_logp, advantages, entropy, mask = drawn()
-    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
-    config = types.SimpleNamespace(**clip, global_batch_info={})
-    repeated = advantages[:, None] * mask
-    args = old_logp, logp, repeated, mask.float()
-    loss, _ = ours(*args, config=config, entropy=entropy)
-    assert float(loss) == pytest.approx(float(stapo_loss(*drawn())[0]), rel=1e-5)
-    theirs = verl.compute_policy_loss(
-        *args, cliprange_low=0.2, cliprange_high=0.28, cliprange=0.2, clip_ratio_c=1e6
-    )[0]
-    justrl = stapo_loss(logp, old_logp, advantages, entropy, mask, tau_p=0.0)[0]
-    assert float(justrl) == pytest.approx(float(theirs), rel=1e-5)
-    # with verl's count of the mini-batch, micro-batches add up, on any number of ranks
-    config.global_batch_info = {"batch_num_tokens": 100, "dp_size": 2}
-    counted, _ = ours(*args, config=config, entropy=entropy)
-    expected = stapo_loss(*drawn(), denominator=50.0)[0]
-    assert float(counted) == pytest.approx(float(expected), rel=1e-5)

@@ -160,7 +160,7 @@ def test_real_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, undrawn)
 
 
 def test_what_is_no_run_is_named_and_left_out(tmp_path, capsys):
-    """`runs/*` has folders of eval.py and tokens.py, logs, checkpoints, and runs that just began."""
+    """`runs/*` has folders of eval.py and tokens.py, logs, checkpoints and runs without a step."""
     good = write_run(tmp_path / "good", [metrics(1, 0.3)])
     begun = write_run(tmp_path / "begun", [], seed=1)
     folders = {"eval": "flags.json", "tokens": "rows.jsonl", "step_000001": "config.json"}
