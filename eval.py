@@ -40,7 +40,6 @@ from support.models import check_length, weights_of
 from support.ranks import all_list, on_rank_0, rank, world_size
 from support.run import (
     append_rows,
-    checkpoints,
     fingerprint,
     flag,
     must_be_empty,
@@ -380,13 +379,6 @@ def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def check_flags(cfg: EvalConfig) -> None:
-    """Refuse flags that cannot work. Raises InputError naming the flag."""
-    check_least(cfg, samples=0, limit=0, max_new_tokens=1, rollout_batch_size=1)
-    if saved := checkpoints(Path(cfg.model)):
-        raise InputError(f"--model {cfg.model}: is a run; give a checkpoint, such as {saved[-1]}")
-
-
 def open_folder(
     folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite, decodings: Decodings
 ) -> Rows:
@@ -426,7 +418,7 @@ def open_folder(
 
 def run(cfg: EvalConfig) -> None:
     """Sample, grade, write and print. Raises InputError."""
-    check_flags(cfg)
+    check_least(cfg, samples=0, limit=0, max_new_tokens=1, rollout_batch_size=1)
     decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
     suite = load_benchmarks(cfg.benchmarks, cfg.samples, bool(cfg.reward))
     name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")

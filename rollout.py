@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from support import InputError, models, ranks, short
+from support import InputError, models, ranks
 from support.decoding import (
     decoding_loop,
     has_full_attention,
@@ -65,28 +65,22 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
 
 
 def check_template(tokenizer: Tokenizer, source: str) -> None:
-    """Raise InputError if a chat template leaves a problem out, or is no template at all.
-
-    Print a line if it writes the date.
-    """
-    problem = "What is 1 + 1?"
+    """Raise InputError if a chat template cannot be used. Print a line if it writes the date."""
+    problem, texts = "What is 1 + 1?", []
     turns = [{"role": "user", "content": problem}]
-
-    def text_on(day: str) -> str:
-        # A macro takes the place of the function that transformers gives to templates.
-        date = f"{{% macro strftime_now(format) %}}{day}{{% endmacro %}}"
-        template = date + tokenizer.get_chat_template()
-        return tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-
     try:
-        today, tomorrow = text_on("today"), text_on("tomorrow")
+        for day in ("today", "tomorrow"):
+            # A macro takes the place of the function that transformers gives to templates.
+            date = f"{{% macro strftime_now(format) %}}{day}{{% endmacro %}}"
+            options = {"chat_template": date + tokenizer.get_chat_template(), "tokenize": False}
+            texts.append(tokenizer.apply_chat_template(turns, **options))
     except TemplateError as error:
-        line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
-        raise InputError(f"{source}: no chat template ({line}{short(error)})") from error
-    if problem not in today:
+        line = getattr(error, "lineno", "?")
+        raise InputError(f"{source}: no chat template (line {line}: {error})") from error
+    if problem not in texts[0]:
         what = "the chat template leaves out the problem"
         raise InputError(f"{source}: {what}; it must write the content of each of `messages`")
-    if today != tomorrow:
+    if texts[0] != texts[1]:
         what = "the chat template writes today's date, so prompts change at midnight"
         log(f"{source}: {what}. To keep them, give --chat_template FILE with the date written in")
 

@@ -814,7 +814,9 @@ class Config:
     """
 
     model: str = flag("Qwen/Qwen3-1.7B-Base", "Hub id or local folder of a causal LM")
-    data: str = flag("BytedTsinghua-SIA/DAPO-Math-17k", "Hub id, .jsonl, .json or .parquet")
+    data: str = flag(
+        "BytedTsinghua-SIA/DAPO-Math-17k", "Hub id (ID:CONFIG:SPLIT), .jsonl, .json or .parquet"
+    )
     instruction: str = flag(INSTRUCTION, "text after every problem; may be empty")
     chat_template: str = flag(
         "", "file with a chat template; none: no template; empty: the tokenizer's own"
@@ -888,8 +890,8 @@ def check_flags(cfg: Config) -> None:
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
     check_least(cfg, batch_size=1, mini_batch_size=1, max_prompt_tokens=1, max_new_tokens=1)
-    check_least(cfg, rollout_batch_size=1, tokens_per_micro_batch=1, keep_last=1)
-    check_least(cfg, steps=0, warmup_steps=0, threads=0, save_every=0, log_samples=0)
+    check_least(cfg, rollout_batch_size=1, tokens_per_micro_batch=1, keep_last=1, log_samples=0)
+    check_least(cfg, steps=0, warmup_steps=0, save_every=0, threads=0)
     check_least(cfg, eval_every=0, eval_limit=0, eval_samples=0)
     fits = cfg.batch_size % cfg.mini_batch_size == 0
     need("batch_size", fits, f"not a multiple of --mini_batch_size {cfg.mini_batch_size}")

@@ -160,8 +160,8 @@ DEFAULTS = {
     "vllm_importance_sampling_correction": False,
 }
 
-# The options of TRL that STAPOTrainer honours. Any other must keep TRL's default, because many would
-# change the objective, or the policy that samples: TRL 1.16 has 70 options, and later ones have more.
+# The options of TRL that STAPOTrainer honours. Any other must keep TRL's default, because many
+# change the objective or the policy that samples. TRL 1.16 has 70 options, later versions more.
 HONOURED = set(
     """cache_implementation cast_lm_head_to_fp32 chat_template_kwargs disable_dropout
     ds3_gather_for_generation epsilon epsilon_high generation_batch_size log_completions

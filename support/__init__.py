@@ -3,7 +3,6 @@
 import platform
 import re
 import sys
-import textwrap
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,6 @@ class InputError(ValueError):
 
     A program ends with this message, one line, and no traceback.
     """
-
-
-def short(error: Exception) -> str:
-    """Return the message of a library's error as one line, without the end of a very long one."""
-    return textwrap.shorten(str(error), 700)
 
 
 def check_least(cfg: Any, **least: int) -> None:

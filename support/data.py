@@ -5,9 +5,10 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
-from support import InputError, short
+from support import InputError
 from support.progress import say, track
 
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
@@ -76,14 +77,13 @@ def read_row(row: Any, whole_rows: bool) -> tuple[str, str]:
         raise ValueError(f"has no problem or no answer in its columns {columns}; {READ}")
     for name in QUESTION_PARTS:
         if any(text not in problem for text in texts_in(row.get(name))):
-            hint = "write it into the problem, or rename that column"
-            raise ValueError(f"has {name} that its problem does not contain; {hint}")
+            raise ValueError(f"has {name} outside its problem: write them into it, or rename them")
     if re.search(r"[\ud800-\udfff]", problem + answer):
-        raise ValueError("has half of a character (\\ud800 to \\udfff), which no file can hold")
+        raise ValueError("has half of a character, \\ud800 to \\udfff, which no file can hold")
     # In JSON, \frac without a second backslash is a form feed, and \theta begins with a tab.
-    if not whole_rows and (odd := re.search(r"[\0-\x08\x0b-\x1f]|[\t\r][a-z]", answer)):
-        hint = r"in JSON, LaTeX has two backslashes: \\frac"
-        raise ValueError(f"has the control character {odd[0][0]!r} in its answer; {hint}")
+    if not whole_rows and (odd := re.search(r"[\0-\x08\x0b\x0c\x0e-\x1f]|[\t\r][a-z]", answer)):
+        text = f"has the character {odd[0][0]!r} in its answer"
+        raise ValueError(rf"{text}; in JSON, LaTeX has two backslashes: \\frac")
     return problem, answer
 
 
@@ -97,11 +97,11 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
     try:
         if kind in (".jsonl", ".json"):
             rows = json_rows(file)
-        elif file.is_file() and kind != ".parquet":
-            raise ValueError(f"{kind} is no kind of file that is read")
         else:
             if kind == ".parquet":
                 batches = (batch.to_pydict() for batch in ParquetFile(file).iter_batches(1000))
+            elif file.is_file():
+                raise ValueError(f"{kind} is no kind of file that is read")
             else:
                 name, config, own_split = f"{source}::".split(":")[:3]
                 hub = datasets.load_dataset(name, config or None, split=own_split or split)
@@ -110,11 +110,9 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
             rows = (dict(zip(batch, row)) for batch in batches for row in zip(*batch.values()))
         yield from track(rows, f"reading {source}")
     except Exception as error:  # datasets raises a dozen unrelated kinds
-        what = f"cannot be read as a dataset ({short(error)})"
-        hint = (
-            "give a .jsonl, .json or .parquet file, or ID, ID:CONFIG or ID:CONFIG:SPLIT of the Hub"
-        )
-        raise InputError(f"{source}: {what}; {hint}") from error
+        reason = shorten(str(error), 700)
+        hint = "give a .jsonl, .json or .parquet file, or a Hub id, ID:CONFIG or ID:CONFIG:SPLIT"
+        raise InputError(f"{source}: cannot be read as a dataset ({reason}); {hint}") from error
 
 
 def json_rows(file: Path) -> Iterator[dict]:

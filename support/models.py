@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
-from support import InputError, ranks, short
+from support import InputError, ranks
 from support.head import float32_logits, use_float32_head
 
 # Classes of transformers with the formula of torch's RMSNorm: x / sqrt(mean(x^2) + epsilon) *
@@ -37,8 +38,8 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        why = f"no {what} there, give a Hub id or folder ({short(error)})"
-        raise InputError(f"{name}: {why}") from error
+        reason = shorten(str(error), 700)  # a gated model's error says where to log in
+        raise InputError(f"{name}: no {what} there, give a Hub id or folder ({reason})") from error
 
 
 def load_model(

@@ -45,7 +45,7 @@ TRAINING = r"""
 --data {}/table.csv | table.csv: cannot be read as a dataset ..csv is no kind of file
 --data {}/table.jsonl.gz | table.jsonl.gz: cannot be read as a dataset ..gz is no kind of file
 --data {}/index.json | index.json: row 1 has no problem .* columns 0, 1; .*orient="records"
---data {}/hub | hub: .* pick one among .*'main', 'other'.*; .* ID, ID:CONFIG or ID:CONFIG:SPLIT
+--data {}/hub | hub: .* pick one among .*'main', 'other'.*; .* ID:CONFIG or ID:CONFIG:SPLIT
 --data {}/hub:main:nowhere | hub:main:nowhere: .*Should be one of .'train', 'test'.
 --chat_template {} | --chat_template {}: no text there
 --chat_template {}/torn.jinja | torn.jinja: no chat template .line 2: unexpected
@@ -110,7 +110,7 @@ EVALUATION = r"""
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --model {}/nobody | nobody: no model there
---model {}/run | run: is a run; give a checkpoint, such as .*/step_000001
+--model {}/run | run: no model there, give a Hub id or folder .Unrecognized model in
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 --samples -1 | --samples -1: must be at least 0
@@ -165,9 +165,15 @@ def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
 @pytest.mark.parametrize(
     "rest, message",
     [
-        ('"question": "Which?", "choices": ["a", "b"], "answer": 2}', "has choices that its"),
-        ('"question": "Is a so?", "options": {"A": "a", "B": "b"}, "answer": "B"}', "has options"),
-        ('"question": "Who?", "context": "Ann.", "answer": "Ann"}', "has context that its problem"),
+        ('"question": "Which?", "choices": ["a", "b"], "answer": 2}', "has choices outside its"),
+        (
+            '"question": "Is a so?", "options": {"A": "a", "B": "b"}, "answer": "B"}',
+            "has options outside",
+        ),
+        (
+            '"question": "Who?", "context": "Ann.", "answer": "Ann"}',
+            "has context outside its problem",
+        ),
         ('"problem": "1", "answer": "\\ud800"}', "has half of a character"),
         ('"problem": "1\\udfff", "answer": "1"}', "has half of a character"),
         (r'"problem": "1", "answer": "\frac{1}{2}"}', r"character '.x0c' in its answer; in JSON"),
@@ -176,8 +182,9 @@ def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
     ],
 )
 def test_a_row_that_would_be_another_question_is_refused(tmp_path, rest, message):
-    good = '{"problem": "1 or 2?", "options": [1, " 2", null], "context": "", "answer": "a\\tb"}\n'
-    good = good.replace("\\tb", "\\nb")
+    good = (
+        '{"problem": "1 or 2?", "options": [1, " 2", null], "context": "", "answer": "a\\r\\nb"}\n'
+    )
     (tmp_path / "rows.jsonl").write_text(good + "{" + rest + "\n")
     with pytest.raises(InputError, match=f"rows.jsonl: row 2 .*{message}"):
         load_problems(str(tmp_path / "rows.jsonl"))
