@@ -216,7 +216,7 @@ def test_more_samples_decodings_and_benchmarks_join(tmp_path, monkeypatch):
 def test_responses_of_others_are_refused_by_name(tmp_path, monkeypatch):
     """Old responses never score other weights or problems."""
     fake, file = Scripted(monkeypatch, lucky), write_problems(tmp_path / "few.jsonl", 3)
-    (tmp_path / "own.jinja").write_text("a template")
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     weights = shutil.copytree(TINY, tmp_path / "trained") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     (tmp_path / "other").mkdir()
