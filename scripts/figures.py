@@ -124,7 +124,7 @@ def is_run(path: Path) -> bool:
 
 
 def group_runs(paths: list[Path]) -> list[Group]:
-    """Read runs and group those that differ in the seed alone. Raises ValueError.
+    """Read runs and group those that differ in the seed alone.
 
     The label of a group has the flags in which groups differ.
     """
@@ -135,10 +135,10 @@ def group_runs(paths: list[Path]) -> list[Group]:
         flags["data"] = flags.pop("data_fingerprint")  # the same problems, wherever they are
         may_change = INCIDENTAL | {"step", "data", "model"}
         flags["changes"] = [each for each in config["changes"] if each.keys() - may_change]
-        runs = runs_of[json.dumps(flags)]
-        if config["seed"] in runs:
-            raise ValueError(f"{path}: another run has its flags and its seed; give one of them")
-        runs[config["seed"]] = read_metrics(path)
+        runs, seed, run = runs_of[json.dumps(flags)], config["seed"], read_metrics(path)
+        if seed in runs:
+            print(f"{path}: has the flags and the seed of a run before it; the longer one is drawn")
+        runs[seed] = max(runs.get(seed, {}), run, key=lambda each: len(each.get("step", ())))
     all_flags = [json.loads(key) for key in runs_of]
     names = [*METHODS, *(flags["method"] for flags in all_flags)]  # the legend's order
     groups = []

@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version  # of transformers
+
 
 class InputError(ValueError):
     """Wrong input. The message identifies the flag, file or row and says what to do.
@@ -31,5 +33,5 @@ def installed() -> dict[str, str]:
 _FILE = Path(__file__).parent.with_name("requirements.txt")
 # Before anything is imported that only newer versions have.
 for _name, _least in re.findall(r"^(\w+)>=([\d.]+)", _FILE.read_text("utf-8"), re.MULTILINE):
-    if [*map(int, version(_name).split(".")[:2])] < [*map(int, _least.split("."))]:
+    if Version(version(_name)) < Version(_least):
         sys.exit(f"{_name} {version(_name)} is too old: pip install -r requirements.txt")

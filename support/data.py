@@ -37,7 +37,8 @@ def load_problems(
 
     Rows without an answer are left out, and so are rows with the problem and the answer of an
     earlier row. A line says how many. With `whole_rows` each problem has its "row" too, a dict of
-    every column. Then only rows that repeat a whole row are left out. Raises InputError.
+    every column. Then only rows that repeat a whole row, but for its number, are left out. Raises
+    InputError.
     """
     problems: dict[tuple, dict[str, Any]] = {}  # DAPO-Math-17k holds each problem ~100 times
     total = without_answer = 0
@@ -47,10 +48,8 @@ def load_problems(
         except ValueError as error:
             raise InputError(f"{source}: row {total} {error}") from error
         if answer or whole_rows:
-            # pandas gives each row a number of its own.
-            whole = [row[name] for name in row if not name.startswith("__index_level_")]
-            key = (problem, answer, repr(whole) if whole_rows else "")
             own = {"row": row} if whole_rows else {}
+            key = (problem, answer, repr(without_numbers(own)))
             problems.setdefault(key, {"problem": problem, "answer": answer} | own)
         else:
             without_answer += 1
@@ -61,6 +60,14 @@ def load_problems(
     if repeated := total - without_answer - len(problems):
         say(f"{source}: rows that repeat an earlier row left out: {repeated}")
     return list(problems.values())
+
+
+def without_numbers(value: Any) -> Any:
+    """A row without the numbers that data sets (DAPO-Math-17k) and pandas give to each row."""
+    if not isinstance(value, dict):
+        return value
+    numbers = re.compile("index|id|uuid|__index_level_.*")
+    return {k: without_numbers(x) for k, x in value.items() if not numbers.fullmatch(k)}
 
 
 def read_row(row: Any, whole_rows: bool) -> tuple[str, str]:
@@ -82,8 +89,8 @@ def read_row(row: Any, whole_rows: bool) -> tuple[str, str]:
         raise ValueError("has half of a character, \\ud800 to \\udfff, which no file can hold")
     # In JSON, \frac without a second backslash is a form feed, and \theta begins with a tab.
     if not whole_rows and (odd := re.search(r"[\0-\x08\x0b\x0c\x0e-\x1f]|[\t\r][a-z]", answer)):
-        text = f"has the character {odd[0][0]!r} in its answer"
-        raise ValueError(rf"{text}; in JSON, LaTeX has two backslashes: \\frac")
+        what = f"has the character {odd[0][0]!r} in its answer"
+        raise ValueError(rf"{what}; in JSON, LaTeX has two backslashes: \\frac")
     return problem, answer
 
 
@@ -103,7 +110,7 @@ def load_rows(source: str, split: str) -> Iterator[dict]:
             elif file.is_file():
                 raise ValueError(f"{kind} is no kind of file that is read")
             else:
-                name, config, own_split = f"{source}::".split(":")[:3]
+                name, config, own_split = [*source.split(":", 2), "", ""][:3]
                 hub = datasets.load_dataset(name, config or None, split=own_split or split)
                 batches = hub.iter(1000)
             # A batch is {column: values}.
@@ -179,5 +186,5 @@ def answer_text(value: Any) -> str | None:
         elif value is not None:
             return None
     text = ", ".join(filter(None, texts)).rpartition("####")[2]
-    # read_row must see the form feed of "\frac", so only blanks are taken off.
-    return "" if text.strip().lower() in ("", "proof", "notfound") else text.strip(" \n")
+    # read_row must see a form feed at the start, which is "\frac".
+    return "" if text.strip().lower() in ("", "proof", "notfound") else text.rstrip().lstrip(" \n")

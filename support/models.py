@@ -39,7 +39,8 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         reason = shorten(str(error), 700)  # a gated model's error says where to log in
-        raise InputError(f"{name}: no {what} there, give a Hub id or folder ({reason})") from error
+        hint = "give a Hub id, a model's folder, or a run's checkpoint"
+        raise InputError(f"{name}: no {what} there, {hint} ({reason})") from error
 
 
 def load_model(
@@ -57,7 +58,12 @@ def load_model(
             # The probabilities of a response's tokens would depend on the responses beside it.
             what = f"its rope_type {kind} has positions that depend on the longest row of a batch"
             raise InputError(f"{name}: {what}, which is not supported")
-    return prepared(model).to(device).eval()
+    model = prepared(model).to(device).eval()
+    with torch.no_grad():
+        logits = model(torch.arange(2, 10, device=device)[None], use_cache=False).logits
+    if not logits.isfinite().all():
+        raise InputError(f"{name}: its logits are not finite; look for weights that are not finite")
+    return model
 
 
 def empty_model(config: PreTrainedConfig) -> Model:
@@ -110,8 +116,6 @@ def check_head(model: Model) -> None:
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
     expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)
     logits = model(ids, use_cache=False).logits[0].float()
-    if not logits.isfinite().all():
-        raise InputError("--model: its logits are not finite; look for weights that are not finite")
     if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         what = "its logits are more than hidden states times the weight of its output head"
         raise InputError(f"--model: {what} (a bias, a scale or a soft cap); take another model")

@@ -63,8 +63,6 @@ def start() -> None:
 @contextlib.contextmanager
 def session(program: str) -> Iterator[None]:
     """Run a program within the process group. An InputError ends the program with one line."""
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no such method
-        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal does not have
     try:
         start()
         yield

@@ -4,6 +4,8 @@ Everything is float64, one response at a time and without padding; nothing of th
 imported. The tokens of a mini-batch are flat, (N,), response after response.
 """
 
+import math
+
 import torch
 
 
@@ -16,6 +18,28 @@ def drawn(seed: int = 0, width: int = 9):
     entropy = 2 * torch.rand(6, width, generator=g)
     lengths = torch.randint(1, width + 1, (6, 1), generator=g)
     return logp, old_logp, advantages, entropy, torch.arange(width) < lengths
+
+
+def by_loop(logp, old_logp, advantages, entropy, mask, tau_p, q, eps_low=0.2, eps_high=0.28):
+    """STAPO's loss and gradient, token by token in Python floats (float64)."""
+    tokens = [(i, t) for i in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[i, t]]
+    p = {it: math.exp(float(logp[it])) for it in tokens}
+    candidates = [it for it in tokens if float(advantages[it[0]]) > 0 and p[it] < tau_p]
+    ordered = sorted(float(entropy[it]) for it in candidates)
+    tau_h = -math.inf
+    if ordered:
+        place = q * (len(ordered) - 1)
+        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+        tau_h = below + (above - below) * (place - math.floor(place))
+    kept = [it for it in tokens if not (it in candidates and float(entropy[it]) < tau_h)]
+    total, gradient = 0.0, torch.zeros(mask.shape, dtype=torch.float64)
+    for i, t in kept:
+        a, rho = float(advantages[i]), math.exp(float(logp[i, t]) - float(old_logp[i, t]))
+        clipped = min(max(rho, 1 - eps_low), 1 + eps_high)
+        total += min(rho * a, clipped * a)
+        flat = (a > 0 and rho > 1 + eps_high) or (a < 0 and rho < 1 - eps_low)
+        gradient[i, t] = 0.0 if flat else -rho * a / len(kept)
+    return -total / max(1, len(kept)), gradient, len(candidates), len(tokens) - len(kept)
 
 
 # ------------------------------------------------------------------------------ token statistics

@@ -1,6 +1,5 @@
 """What a run writes: metrics, samples, checkpoints, lines on the terminal, and to trackers."""
 
-import io
 import json
 import re
 import shutil
@@ -10,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 from helpers import TINY, lines, read_rows, run, weights
 
-import rollout
 import stapo
 from rollout import load_tokenizer
 from support import installed, progress
@@ -71,16 +69,6 @@ def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
     wanted = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     assert json.loads(held) == json.loads(held) | wanted | {"eos_token_id": [0, brace]}
     assert later == held
-
-
-def test_characters_that_the_terminal_does_not_have_are_replaced(tmp_path, monkeypatch):
-    """The run goes on, and its files have them."""
-    monkeypatch.setattr(rollout, "to_text", lambda *_, **__: "\u4e2d\u6587")
-    output = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii"))
-    run(tmp_path / "run", "--steps 1")
-    assert b"\n??\n" in output.getvalue() and len(checkpoints(tmp_path / "run")) == 1
-    assert read_rows(tmp_path / "run" / "samples.jsonl")[0]["response"] == "\u4e2d\u6587"
 
 
 def test_the_sampler_is_suspect_where_gap_and_z_are_large(capsys):

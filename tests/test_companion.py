@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, TINY, example, in_order, read_rows
 from ranks import launch
-from reference import drawn
+from reference import by_loop, drawn
 
 import stapo
 from reward import load_reward
@@ -143,28 +143,6 @@ def token_mean(framework: str) -> Callable:
     return formula
 
 
-def loop(logp, old_logp, advantages, entropy, mask) -> torch.Tensor:
-    """STAPO's gradient with respect to ln p, in float64, one token at a time."""
-    logp, old_logp, advantages, entropy = (
-        x.double() for x in (logp, old_logp, advantages, entropy)
-    )
-    tokens = [(i, t) for i, t in mask.nonzero().tolist()]
-    candidates = [(i, t) for i, t in tokens if advantages[i] > 0 and logp[i, t].exp() < 0.002]
-    found = sorted(float(entropy[each]) for each in candidates)
-    place = 0.75 * (len(found) - 1)
-    low = int(place)
-    tau_h = found[low] + (place - low) * (found[min(low + 1, len(found) - 1)] - found[low])
-    kept = [each for each in tokens if each not in candidates or entropy[each] >= tau_h]
-    assert 3 < len(tokens) - len(kept) < len(candidates)
-    logp.requires_grad_()
-    total = 0.0
-    for i, t in kept:
-        rho, A = (logp[i, t] - old_logp[i, t]).exp(), advantages[i]
-        clipped = rho.clamp(0.8, 1.28) * A
-        total = total + torch.minimum(rho * A, clipped)
-    return torch.autograd.grad(-total / len(kept), logp)[0]
-
-
 def masks_on_ranks(framework: str) -> None:
     """Three micro-batches of two responses on each rank, whose masks are of 0 and 1."""
     ranks.start()
@@ -185,8 +163,9 @@ def masks_on_ranks(framework: str) -> None:
         A = batch["advantages"].expand_as(batch["mask"])
         tensors = batch["old_logp"], batch["logp"], A, batch["mask"], count, world
         loss_of(*tensors).backward()
-    expected = loop(*whole)[mine]
-    torch.testing.assert_close(x.grad.double() / world, expected, rtol=1e-5, atol=1e-8)
+    _, expected, candidates, silenced = by_loop(*whole, tau_p=0.002, q=0.75)
+    assert 3 < silenced < candidates
+    torch.testing.assert_close(x.grad.double() / world, expected[mine], rtol=1e-5, atol=1e-8)
     torch.distributed.destroy_process_group()
 
 

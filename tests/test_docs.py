@@ -9,12 +9,10 @@ from pathlib import Path
 
 import costs
 import pytest
-from datasets import Dataset
 from helpers import ROOT, TINY, example, read_rows, write_rows
 
 import stapo
 from reward import load_reward
-from rollout import encode_prompt, load_tokenizer
 from support.data import load_problems
 from support.run import parse_flags
 
@@ -236,28 +234,10 @@ def test_the_first_hour_has_every_metric():
 
 
 def test_any_data_set_becomes_a_file(tmp_path, monkeypatch):
-    """The lines as they stand, for MATH. GSM8K and MATH-500 are read by the names on the page."""
+    """The lines as they stand, for MATH."""
     rows = [{"problem": "1+1?", "solution": r"So \boxed{2}."}]
     with monkeypatch.context() as patched:  # load_problems calls the real load_dataset
         patched.setattr("datasets.load_dataset", lambda name, *_, split: rows)
         patched.chdir(tmp_path)
         exec(example("to-jsonl"), {})
-    found = [{"problem": "1+1?", "answer": "2"}]
-    assert load_problems(f"{tmp_path}/data.jsonl") == found
-    asked, rows = [], Dataset.from_list([{"question": "1+1?", "answer": "Add them.\n#### 2"}])
-    monkeypatch.setattr(
-        "datasets.load_dataset", lambda *names, split: asked.append((*names, split)) or rows
-    )
-    for name in re.findall(r"`([\w-]+/[\w-]+:[\w:]+)` is the", text_of("training.md")):
-        assert load_problems(name) == found
-    assert asked == [("openai/gsm8k", "main", "train"), ("HuggingFaceH4/MATH-500", None, "test")]
-
-
-def test_a_template_file_switches_thinking_off(tmp_path):
-    """The page's first line, before a template that reads the switch as Qwen3's does."""
-    first = re.search(r"`(\{% set enable_thinking.*?)`", text_of("training.md"))[1]
-    template = "{{ messages[0].content }}{% if enable_thinking is defined and enable_thinking is "
-    (tmp_path / "t").write_text(f"{first}\n{template}false %}}<think>\n\n</think>{{% endif %}}")
-    tokenizer = load_tokenizer(str(TINY), str(tmp_path / "t"))
-    prompt = tokenizer.decode(encode_prompt(tokenizer, "1+2", ""))
-    assert prompt == "1+2<think>\n\n</think>"
+    assert load_problems(f"{tmp_path}/data.jsonl") == [{"problem": "1+1?", "answer": "2"}]

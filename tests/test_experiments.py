@@ -1,8 +1,6 @@
 """The experiments: their statistics by hand, their data beside the page, and each of them run."""
 
-import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import pytest
 import real_model
 import replicate
 import runs
-from helpers import ROOT, TINY, example, read_rows, run
+from helpers import ROOT, TINY, example, read_rows
 
 import stapo
 from reward import load_reward
@@ -89,42 +87,6 @@ def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
     holm = "4 paired tests, corrected by Holm: p < 0.05 in a (x); b (x)."
     alone = "c (x: 0.030); d (x: 0.040); three (x: 0.020)"
     assert runs.resolved(["x"], rows) == f"{holm} Alone, also in {alone}."
-
-
-@pytest.fixture(scope="module")
-def credit() -> dict:
-    """The names of experiments/credit.py: `import credit` is the script that it calls."""
-    return runpy.run_path(str(ROOT / "experiments" / "credit.py"))
-
-
-def test_an_interval_is_over_seeds_or_clustered_by_problem(credit):
-    """Over seeds with 40 tokens each. With fewer they are pooled, and a problem is a cluster."""
-    worth = {1: 0.1, 2: 0.2, 3: 0.6}  # Q - V of all tokens of a seed
-    rows = [
-        {"seed": seed, "problem": i, "V": 0.3, "Q": 0.3 + x}
-        for seed, x in worth.items()
-        for i in range(40)
-    ]
-    half = 4.303 * 0.264575 / 3**0.5  # Student with n = 3 times the standard error
-    assert credit["interval"](rows) == pytest.approx(
-        [30, 30 - 100 * half, 30 + 100 * half], rel=1e-3
-    )
-    few = [row for row in rows if row["problem"] < 2]  # each problem has the mean 0.3
-    assert credit["interval"](few) == pytest.approx([30, 30, 30])
-    few = [row | {"problem": row["seed"]} for row in few]
-    half = 1.96 * 0.264575 / 3**0.5
-    assert credit["interval"](few) == pytest.approx(
-        [30, 30 - 100 * half, 30 + 100 * half], rel=1e-3
-    )
-
-
-def test_the_words_of_the_protocols_rules(credit):
-    words = ("harmful", "nothing", "refuted")
-    said = {(-9, -6): "harmful", (-9, -1): "harmful", (-9, 1): "not resolved", (1, 9): "refuted"}
-    said |= {(-4, 4): "nothing", (-4, -1): "harmful, nothing", (1, 5): "refuted, nothing"}
-    for (low, high), word in said.items():
-        assert credit["verdict"]((0, low, high), *words) == word
-    assert credit["verdict"](None, *words) == "-"
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
@@ -226,19 +188,3 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
         assert [file.stat().st_mtime_ns for file in made] == times
     shown = printed(name, "--table", "--results", f"{tmp_path}/results.jsonl")
     assert set(table) <= set(shown)
-
-
-def test_a_run_that_was_stopped_is_continued(tmp_path):
-    """Its first step is not made again, and its checkpoints go once it is evaluated."""
-    first = run(tmp_path / "a-row-3.partial", "--steps 1 --seed 3")
-    config = tmp_path / "a-row-3.partial" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"steps": 3}))
-    held_out = "--benchmarks tests/tiny/test.jsonl --samples 1 --limit 2"
-    runs.make_all([runs.Run("a row", 3, "--no-such-flag", "", held_out)], tmp_path, 1, "")
-    steps = runs.read_metrics(tmp_path / "a-row-3")
-    assert steps[:1] == first and [step["step"] for step in steps] == [1, 2, 3]
-    both = {"held out at T = 1", "held out at T = 0.7"}
-    assert runs.held_out(tmp_path / "a-row-3").keys() == both
-    evaluated = json.loads((tmp_path / "a-row-3" / "held-out" / "scores.json").read_text())
-    assert evaluated["flags"]["model"].endswith("step_000003")
-    assert not (tmp_path / "a-row-3" / "checkpoints").exists()

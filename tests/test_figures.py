@@ -159,6 +159,17 @@ def test_real_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, undrawn)
     assert sorted(first.runs) == [0, 1] and "data 4000 problems" in second.label
 
 
+def test_of_two_runs_with_the_same_flags_and_seed_the_longer_is_drawn(tmp_path, capsys):
+    steps = {"trial": [0.1], "whole": [0.3, 0.4], "again": [0.2]}
+    runs = [
+        write_run(tmp_path / name, [metrics(i, x) for i, x in enumerate(accuracies, 1)])
+        for name, accuracies in steps.items()
+    ]
+    (group,) = figures.group_runs(runs)
+    assert group.runs[0]["accuracy"] == {1: 0.3, 2: 0.4}
+    assert capsys.readouterr().out.count("the longer one is drawn") == 2
+
+
 def test_what_is_no_run_is_named_and_left_out(tmp_path, capsys):
     """`runs/*` has folders of eval.py and tokens.py, logs, checkpoints and runs without a step."""
     good = write_run(tmp_path / "good", [metrics(1, 0.3)])

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 from helpers import ROOT, TINY, in_order, read_rows, responses_of
-from reference import drawn, logit_stats, method_loss, row_logits, row_stats
+from reference import by_loop, drawn, logit_stats, method_loss, row_logits, row_stats
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
@@ -44,28 +44,6 @@ def test_2_2_equal_rewards_have_no_advantage():
 
 
 # ---------------------------------------------------------------- Sec. 2.3 and 3.1: the objective
-
-
-def by_loop(logp, old_logp, advantages, entropy, mask, tau_p, q, eps_low=0.2, eps_high=0.28):
-    """STAPO's loss and gradient, token by token in Python floats (float64)."""
-    tokens = [(i, t) for i in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[i, t]]
-    p = {it: math.exp(float(logp[it])) for it in tokens}
-    candidates = [it for it in tokens if float(advantages[it[0]]) > 0 and p[it] < tau_p]
-    ordered = sorted(float(entropy[it]) for it in candidates)
-    tau_h = -math.inf
-    if ordered:
-        place = q * (len(ordered) - 1)
-        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
-        tau_h = below + (above - below) * (place - math.floor(place))
-    kept = [it for it in tokens if not (it in candidates and float(entropy[it]) < tau_h)]
-    total, gradient = 0.0, torch.zeros(mask.shape, dtype=torch.float64)
-    for i, t in kept:
-        a, rho = float(advantages[i]), math.exp(float(logp[i, t]) - float(old_logp[i, t]))
-        clipped = min(max(rho, 1 - eps_low), 1 + eps_high)
-        total += min(rho * a, clipped * a)
-        flat = (a > 0 and rho > 1 + eps_high) or (a < 0 and rho < 1 - eps_low)
-        gradient[i, t] = 0.0 if flat else -rho * a / len(kept)
-    return -total / max(1, len(kept)), gradient, len(candidates), len(tokens) - len(kept)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -366,10 +366,13 @@ def test_column_layouts(tmp_path, capsys, row, answer):
 
 
 def test_rows_are_the_same_if_all_that_is_read_is(tmp_path, capsys):
-    """The answer too, and with a reward of your own each column. pandas numbers the copies."""
+    """The answer too, and with a reward of your own each column, but no number of the row."""
     tags = [("2", 1, 0), ("2", 1, 1), ("3", 1, 2), ("2", 4, 3)]
-    names = "answer", "tests", "__index_level_0__"
-    rows = [{"problem": "1+1"} | dict(zip(names, each)) for each in tags]
+    rows = [
+        {"problem": "1+1", "answer": answer, "tests": tests}
+        | {"__index_level_0__": number, "extra_info": {"index": str(number), "split": "train"}}
+        for answer, tests, number in tags
+    ]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
     assert [problem["answer"] for problem in load_problems(file)] == ["2", "3"]
     own = load_problems(file, whole_rows=True)

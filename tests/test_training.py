@@ -251,28 +251,24 @@ def test_two_steps_without_a_finite_update_end_the_run(tmp_path, monkeypatch):
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000004"]
 
 
-def test_rewards_far_from_zero_keep_their_differences(tmp_path):
-    """In float32 1e8 and 1e8 + 1 are one number."""
-    source = "def far(response, row):\n    return 1e8 + len(response) % 3\n"
-    (tmp_path / "own.py").write_text(source)
-    run(tmp_path / "run", f"--steps 1 --reward {tmp_path}/own.py:far --log_samples 16")
-    rows = read_rows(tmp_path / "run" / "samples.jsonl")
-    groups = torch.tensor([row["reward"] for row in rows], dtype=torch.float64).view(4, 4)
-    expected = (groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True).clamp(min=0.1)
-    assert [row["advantage"] for row in rows] == pytest.approx(expected.flatten().tolist())
-    assert (expected != 0).sum() > 4 and groups.min() >= 1e8
-
-
 @pytest.mark.parametrize(
-    "pair", [(0.7 + 0.2 + 0.1, 1.0), (0.7 + 0.2 + 0.1 - 1, 0.0), (1e8, math.nextafter(1e8, 0))]
+    "pair, equal",
+    [
+        ((0.7 + 0.2 + 0.1, 1.0), True),  # else the sign of the rounding would be an advantage
+        ((0.7 + 0.2 + 0.1 - 1, 0.0), True),
+        ((1e8, math.nextafter(1e8, 0)), True),
+        ((1e8, 1e8 + 1), False),  # in float32 these are one number
+    ],
 )
-def test_rewards_that_differ_by_rounding_are_equal(tmp_path, pair):
-    """Otherwise the sign of the difference would be an advantage."""
+def test_rewards_are_equal_if_only_rounding_tells_them_apart(tmp_path, pair, equal):
     (tmp_path / "own.py").write_text(f"def f(text, row):\n    return {pair}[len(text) % 2]\n")
     run(tmp_path / "run", f"--steps 1 --reward {tmp_path}/own.py:f --log_samples 16")
     rows = read_rows(tmp_path / "run" / "samples.jsonl")
-    assert len({row["reward"] for row in rows}) == 2
-    assert all(row["advantage"] == 0 for row in rows)
+    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64).view(4, 4)
+    assert (rewards.amax(1) > rewards.amin(1)).any()
+    expected = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True).clamp(1e-9)
+    expected = torch.zeros(16) if equal else expected.flatten()
+    assert [row["advantage"] for row in rows] == pytest.approx(expected.tolist())
 
 
 def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):

@@ -209,17 +209,11 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path, monke
     monkeypatch.setattr(trl_stapo, "GRPOConfig", later)
     options = later(str(tmp_path), use_cpu=True, use_vllm=True, **trl_stapo.DEFAULTS)
     trl_stapo.check(options, {})
+    trl_stapo.check(later(str(tmp_path), use_cpu=True), {})  # an option of vLLM, without vLLM
     assert hasattr(options, name)
     setattr(options, name, "another")
     with pytest.raises(ValueError, match=f"^{name}=another: STAPO needs {name}="):
         trl_stapo.check(options, {})
-
-
-def test_trls_weights_for_vllms_samples_are_off(tmp_path):
-    """They are TRL's default, and act on responses of vLLM alone."""
-    trl_stapo.check(trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True), {})
-    with pytest.raises(ValueError, match="^vllm_importance_sampling_correction=True: "):
-        trl_stapo.check(trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True, use_vllm=True), {})
 
 
 def test_a_routers_loss_is_refused_by_name(tmp_path):

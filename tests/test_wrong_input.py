@@ -110,7 +110,7 @@ EVALUATION = r"""
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --model {}/nobody | nobody: no model there
---model {}/run | run: no model there, give a Hub id or folder .Unrecognized model in
+--model {}/run | run: no model there, .* or a run's checkpoint .Unrecognized model in
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 --samples -1 | --samples -1: must be at least 0
@@ -252,7 +252,7 @@ def test_weights_that_cannot_be_trained(random_model, tmp_path):
         load_policy(str(tmp_path))
     torch.nn.init.constant_(model.model.norm.weight, math.nan)
     model.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="--model: its logits are not finite"):
+    with pytest.raises(InputError, match=f"{tmp_path}: its logits are not finite"):
         load_policy(str(tmp_path))
     with pytest.raises(InputError, match=f"{tmp_path}: no tokenizer"):
         rollout.load_tokenizer(str(tmp_path))
