@@ -155,16 +155,22 @@ def masks_on_ranks(framework: str) -> None:
     for i in (0, 2, 4):
         logp, old_logp, A, entropy, mask = (part[mine][i : i + 2] for part in (x, *whole[1:]))
         batch = {"logp": x[i : i + 2], "old_logp": old_logp, "entropy": entropy}
-        micro_batches.append(batch | {"advantages": A[:, None], "mask": mask.long()})
-    names["silence"](micro_batches, lambda batch: (batch["logp"], batch["entropy"]))
+        A = A if i == 0 else A[:, None] if i == 2 else A[:, None] * mask
+        micro_batches.append(batch | {"advantages": A, "mask": mask.long()})
+    both = names["silence"](
+        micro_batches, lambda x: (x["logp"], x["entropy"]), over_ranks=names["all_cat"]
+    )
     torch.distributed.all_reduce(count := sum(batch["mask"].sum() for batch in micro_batches))
     for batch in micro_batches:
         assert batch["mask"].dtype == torch.long
-        A = batch["advantages"].expand_as(batch["mask"])
+        A = batch["advantages"]
+        A = (A[:, None] if A.dim() == 1 else A).expand_as(batch["mask"])
         tensors = batch["old_logp"], batch["logp"], A, batch["mask"], count, world
         loss_of(*tensors).backward()
     _, expected, candidates, silenced = by_loop(*whole, tau_p=0.002, q=0.75)
     assert 3 < silenced < candidates
+    counts = ranks.all_sum(dict(zip(("candidates", "silenced"), both)))
+    assert counts == {"candidates": candidates, "silenced": silenced}
     torch.testing.assert_close(x.grad.double() / world, expected[mine], rtol=1e-5, atol=1e-8)
     torch.distributed.destroy_process_group()
 
