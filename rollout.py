@@ -75,8 +75,8 @@ def check_template(tokenizer: Tokenizer, source: str) -> None:
             options = {"chat_template": date + tokenizer.get_chat_template(), "tokenize": False}
             texts.append(tokenizer.apply_chat_template(turns, **options))
     except TemplateError as error:
-        line = getattr(error, "lineno", "?")
-        raise InputError(f"{source}: no chat template (line {line}: {error})") from error
+        line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+        raise InputError(f"{source}: no chat template ({line}{error})") from error
     if problem not in texts[0]:
         what = "the chat template leaves out the problem"
         raise InputError(f"{source}: {what}; it must write the content of each of `messages`")
