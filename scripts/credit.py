@@ -39,7 +39,7 @@ import stapo
 from eval import markdown
 from reward import extract_answer, load_reward
 from rollout import Model, Policy, load_policy, sample, stop_ids, to_text
-from support import InputError, check_least, progress
+from support import InputError, progress
 from support.decoding import generator, mix_seed
 from support.models import gathered, weights_of
 from support.run import (
@@ -396,7 +396,6 @@ def check_folder(folder: Path, made_from: dict[str, Any]) -> None:
 
 def run(cfg: Config) -> None:
     """Choose tokens, measure them, print and write. Raises InputError."""
-    check_least(cfg, tokens=0, controls=0, continuations=1, batches=1)
     out = Path(cfg.output)
     task, policy = stapo.load_task(cfg), load_policy(cfg.model)
     made_from = identity(cfg, task)

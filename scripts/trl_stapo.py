@@ -161,7 +161,7 @@ DEFAULTS = {
 }
 
 # The options of TRL that STAPOTrainer honours. Any other must keep TRL's default, because many
-# change the objective or the policy that samples. TRL 1.16 has 70 options, later versions more.
+# change the objective or the policy that samples. TRL 1.16 has 77 options, later versions more.
 HONOURED = set(
     """cache_implementation cast_lm_head_to_fp32 chat_template_kwargs disable_dropout
     ds3_gather_for_generation epsilon epsilon_high generation_batch_size log_completions
