@@ -29,25 +29,38 @@ _ESCAPED = re.compile(r"\\[{}\\]")
 # A box without braces is a number at the end of a formula: $\boxed 5$.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?[\d.]*\d)(?=\.?\s?(?:\$|\\[)\]]|\n|\Z)))")
 
+# What may stand around "and" or a comma between two boxes of one answer: \) and \(
+_LAYOUT = re.compile(r"\\[()\[\]]|\$|\\q?quad|\\text|[{}\s]")
+_NEXT_SENTENCE = re.compile(r"[.!?\n]\s*\w")
+
 
 def extract_answer(response: str) -> str | None:
-    r"""Return the content of the last complete \boxed{} or \fbox{} that has one, or None."""
+    r"""Return the content of the last complete \boxed{} or \fbox{} that has one, or None.
+
+    One answer over several boxes is joined: "\boxed{-5} and \boxed{7}" at the end gives "-5, 7".
+    """
     if not isinstance(response, str):
         return None
     last = max(response.rfind("\\boxed"), response.rfind("\\fbox"))
     text = response[max(0, last - WINDOW // 2) : last + WINDOW]
-    stop = len(text)
+    stop, answers = len(text), []
     for box in reversed(list(_BOX.finditer(text))):
         rest = _ESCAPED.sub("  ", text[box.end() : stop])  # \{ and \} do not nest
         depth, start, end = 1, 0, rest.find("}")
-        while end >= 0 and depth:
+        while end >= 0 and depth and not box[1]:
             depth += rest.count("{", start, end) - 1
             start, end = end + 1, rest.find("}", end + 1)
-        if content := box[1] or depth == 0 and text[box.end() : box.end() + start - 1].strip():
-            return content
+        content = box[1] or depth == 0 and text[box.end() : box.end() + start - 1].strip()
+        behind = text[box.end() + start : stop]
+        if answers and (not content or _LAYOUT.sub("", behind) not in ("and", ",", ",and")):
+            break
+        if content and content not in answers:
+            answers.insert(0, content)
+        if len(answers) == 1 and _NEXT_SENTENCE.search(behind):
+            break
         # All text after an unfinished box belongs to that box. An earlier box must end before it.
         stop = box.start()
-    return None
+    return ", ".join(answers) or None
 
 
 def is_correct(response: str, gold: str) -> bool:

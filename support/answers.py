@@ -39,13 +39,15 @@ _CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
 _CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
 _LISTS = ({"{}", ","}, {"{}", "∨"}, {",", "∨"}, {",", "∧"})  # kinds that can be the same list
 _number = re.compile(r"[\d.]").match
-_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j}
+_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "zero": Fraction(0), "one": Fraction(1)}
 # 1 / 0; unreadable text; a set plus one; one without a set; nested too deeply
 _FAILURES = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
 
 # Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
-# _NAMED_VALUE names any value: x, f(n), (x, y). _NAMED_NUMBER names a number: AB, f(2), m + n.
-_NAMED_VALUE = re.compile(r"{*n}*(?:\(n(?:,n)*\))?|\(n(?:,n)+\)")
+# _NAMED_NUMBER names a number: AB, f(2), m + n.
+# _NAMED_VALUE names any value: x, f(n), y^s, (x, y), V_o(s)/V_i(s).
+_NAMED_VALUE = r"{*n}*(?:\^n)?(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{n+(?:\(n\))?}{n+(?:\(n\))?}"
+_NAMED_VALUE = re.compile(_NAMED_VALUE)
 _NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")
 
 
@@ -70,6 +72,12 @@ class _Form:
         return _Form("()", [factor * part for part in self.parts])
 
 
+def _capped(x):
+    """Return `x` as a float if it is a fraction whose exact value would soon cost seconds."""
+    long = isinstance(x, Fraction) and x.denominator.bit_length() > 4 * MAX_BITS
+    return float(x) if long else x
+
+
 def _power(a, b):
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         if max(abs(a.numerator), a.denominator).bit_length() * abs(b) > MAX_BITS:
@@ -82,19 +90,31 @@ def _factorial(x):
     return Fraction(math.factorial(int(x))) if small else math.gamma(x + 1)
 
 
-def _name(side: list[str], number: bool) -> str:
-    """Return the name that a side of a relation is, or "". `number`: the other side is a number."""
+def _name(side: list[str], right: list[str] = ()) -> str:
+    """Return the name that a side of a relation is, or "". right: what an equation says it is."""
+    if len(side) > 40:
+        return ""
+    name, derivative = "".join(side).strip("{}"), any(t.endswith("'") for t in side)
+    number = right and not any(map(NAME.match, right)) and not (derivative and {*side} & {*"+-"})
     more = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
     kinds = "".join("n" if NAME.match(t) or t in more else "1" if _number(t) else t for t in side)
     named = _NAMED_VALUE.fullmatch(kinds) or number and _NAMED_NUMBER.fullmatch(kinds)
-    return "".join(side).strip("{}") if named else ""
+    if right and not all(map(NAME.match, right)):  # MRS = 2C/S, but not MR = MC
+        named = named or all(NAME.match(t) and t[0].isupper() for t in side)
+    y = name.rstrip("'")  # y' names 6x and -x/y. In y' = 2y it is a part of an equation
+    equation = y != name and y in right and ("x" not in right or y == "x")
+    return name if named and not equation else ""
 
 
 class _Reader:
-    """A parser that computes the value of `tokens`. `point` chooses the values of the variables."""
+    """A parser that computes the value of `tokens`.
 
-    def __init__(self, tokens: list[str], point: int):
-        self.tokens, self.at, self.point = [*tokens, ""], 0, point
+    point, derivatives: the numbers of the points at which variables and derivatives are taken.
+    """
+
+    def __init__(self, tokens: list[str], point: int, derivatives: int):
+        self.tokens, self.at = [*tokens, ""], 0
+        self.point, self.derivatives = point, derivatives
         self.degree = math.pi / 180 if FUNCTIONS.keys() & tokens else 1  # 30° counts for 30
 
     @property
@@ -138,18 +158,15 @@ class _Reader:
             operators += filter(None, [self.take(*_RELATIONS)])
         if not operators:
             return parts[0]
-        names = [_name(side, False) for side in sides]
         if {*operators} != {"="}:
-            return self.inequality(parts, names, operators)
-        right = [*itertools.chain(*sides[1:])]
-        d = re.fullmatch(r"frac\{(d|\\partial)(\\?\w+)\}\{\1(\\?\w+)\}", "".join(sides[0]))
-        # dy/dx names 6x and -x/y. In dy/dx = y it is a part of a differential equation.
-        if not any(map(NAME.match, right)) or d and (d[3] in right or d[2] not in right):
-            names[0] = _name(sides[0], True)
+            return self.inequality(parts, [*map(_name, sides)], operators)
+        names = [*(_name(side, sides[-1]) for side in sides[:-1]), _name(sides[-1])]
+        if {"sin", "cos"} & {*sides[0]} and not abs(parts[-1]) <= 1:
+            names[0] = ""
         if not names[0]:  # 5 = x is x = 5
             parts, names = parts[::-1], names[::-1]
         *left, right = parts
-        if not all(_same(part, right) for part in left[1:]):
+        if not all(name or _same(part, right) for part, name in zip(left[1:], names[1:])):
             raise ValueError("sides of a chain that differ")
         if _same(left[0], right):
             return right  # 2 + 3 = 5 has the value 5
@@ -173,7 +190,7 @@ class _Reader:
     def sum(self):
         value = self.product()
         while self.next in ("+", "-"):
-            value = value + self.product()  # which reads the sign
+            value = _capped(value + self.product())  # which reads the sign
         if self.take("∖") and value.kind == "()":  # (-∞, 3) ∪ (3, ∞)
             ends = [value.parts[0], *sorted(self.product().parts), value.parts[1]]
             return _Form("∨", [_Form("()", list(pair)) for pair in itertools.pairwise(ends)])
@@ -184,7 +201,7 @@ class _Reader:
         while self.next not in _STOP:
             operator = self.take("*", "/")
             factor = self.signed() if operator else self.neighbour()
-            value = value / factor if operator == "/" else value * factor
+            value = _capped(value / factor if operator == "/" else value * factor)
         return value
 
     def neighbour(self):
@@ -208,7 +225,8 @@ class _Reader:
     def primary(self):
         token, self.at = self.next, self.at + 1
         if _number(token):
-            return Fraction(token)
+            # A decimal of so many digits is a float that was printed: 0.235294117647059 is 4/17.
+            return float(token) if len(token) > 12 and "." in token else Fraction(token)
         if token in _CLOSING:
             return self.group(token)
         if token == "frac":
@@ -259,7 +277,8 @@ class _Reader:
 
     def variable(self, name: str):
         # Near 1, so that high powers stay within the range of floats.
-        return Fraction(80_000 + zlib.crc32(f"{name} {self.point}".encode()) % 40_000, 100_000)
+        point = self.derivatives if name.endswith("'") else self.point
+        return Fraction(80_000 + zlib.crc32(f"{name} {point}".encode()) % 40_000, 100_000)
 
 
 # ---- 4. equality --------------------------------------------------------------------------------
@@ -278,15 +297,19 @@ def _bare(x, forms=2):
 
 
 def _same(a, b) -> bool:
-    """Whether two values are the same answer. Both were computed at the same point."""
+    """Whether `a` is the right answer `b`. Both were computed at the same point."""
     forms = isinstance(a, _Form) + isinstance(b, _Form)
     if not forms:
         return _close(a, b)
     if forms == 2 and a.name and b.name:
         return a.name == b.name and _same(a.parts[-1], b.parts[-1])
-    kinds = [x.kind for x in (a, b) if isinstance(x, _Form)]
+    kinds = [getattr(x, "kind", "") for x in (a, b)]
+    if kinds in (["", ","], ["=", ","]) and all(_same(_bare(a), _bare(x)) for x in b.parts):
+        return True  # 90 for 90, 90
     if forms == 2 and all(getattr(part, "kind", "") == "=" for part in a.parts + b.parts):
         kinds = ["∧" if kind in ("()", "[)") else kind for kind in kinds]  # the rows of a system
+    if kinds == ["()", ","]:
+        kinds[1] = "()"  # (1000, 10) for 1000, 10
     if forms == 1 or kinds[0] != kinds[1] and {*kinds} not in _LISTS:
         bare_a, bare_b = _bare(a, forms), _bare(b, forms)
         return (bare_a is not a or bare_b is not b) and _same(bare_a, bare_b)
@@ -294,17 +317,32 @@ def _same(a, b) -> bool:
         return False
     if kinds[0] not in ("{}", ",", "∨", "∧", "="):
         return all(map(_same, a.parts, b.parts))
+    if kinds[1] == "," and (orders := _orders(a.parts, b.parts)):
+        return any(all(map(_same, order, b.parts)) for order in orders)
     rest = list(b.parts)  # in any order
     for x in a.parts:
-        found = [y for y in rest if _same(x, y)]
-        if not found:
+        found = next((i for i, y in enumerate(rest) if _same(x, y)), None)
+        if found is None:
             return False
-        rest.remove(found[0])
+        del rest[found]
     return True
 
 
+def _orders(a: list, b: list) -> list[list]:
+    """Return the orders in which the list `a` may stand for the list `b`, or [] for any."""
+    names = [getattr(part, "name", "") for part in a]
+    letters = {re.match(r"\\?[A-Za-z]*", name)[0] for name in names} - {""}
+    if len(letters) == len(a) and not any(getattr(part, "name", "") for part in b):
+        by_name = [part for _, part in sorted(zip(names, a), key=lambda pair: pair[0])]
+        return [a, by_name]  # x = 1000, y = 10 for 1000, 10
+    # 2, 4, 3 are values that a problem asked for in this order. 1, -1, 7, -7 are not.
+    if all(isinstance(x, Fraction) for x in b) and not {-x for x in b if x} & {*b}:
+        return [] if b in (sorted(b), sorted(b, reverse=True)) else [a]
+    return []
+
+
 def _proportional(a: list, b: list) -> bool:
-    """Whether two equations differ by a constant factor: y = 2x and 2x - y = 0."""
+    """Whether two equations differ by a factor that is constant: y = 2x and 2x - y = 0."""
     # The change of the gap between the sides is compared, because a large constant hides none.
     equations = all(isinstance(x, _Form) and x.kind == "=" for x in a + b)
     if not equations or a[0].name == b[0].name != "":  # two values of the same name were compared
@@ -314,15 +352,43 @@ def _proportional(a: list, b: list) -> bool:
     return all(dp and _close(dp * q[0], dq * p[0]) for dp, dq in changes)
 
 
-def _readings(text: str) -> list[list]:
-    """Return the values of a cleaned answer at three points, for each way to read the answer."""
-    texts, readings = [text], []
+def _token_lists(text: str) -> list[list[str]]:
+    """Return the tokens of a cleaned answer, for each way to read the answer."""
+    texts = [text]
     if not re.search(r"[(\[{][^)\]}]*,", text):  # 100,200 is one number or two
         texts.insert(0, re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
-    for tokens in map(tokenize, dict.fromkeys(texts)):
-        with contextlib.suppress(*_FAILURES):
-            readings.append([_Reader(tokens, point).answer() for point in range(3)])
-    return readings
+    lists = [tokenize(text) for text in dict.fromkeys(texts)]
+    # The name of a variable that the answer introduces is free: f(z) = z, x = \pi k.
+    bound = r"\b[A-Za-z] \( ([a-z]) \) =|\bpi ([k-n])\b|\b([k-n]) pi\b"
+    bound = {*itertools.chain(*re.findall(bound, " ".join(lists[-1])))} - {""}
+    return lists + [["bound" if token in bound else token for token in lists[-1]]] * bool(bound)
+
+
+def _values(tokens: list[str], derivatives: bool = False) -> list:
+    """Return the value of an answer at three points, or at one with three values of derivatives."""
+    return [_Reader(tokens, 0 if derivatives else i, i).answer() for i in range(3)]
+
+
+def _families(tokens: list[str]) -> list[_Form]:
+    """Return the values of C_1 e^t + C_2 t, with one of its arbitrary constants 1 and with none."""
+    constants = {token for token in tokens if re.fullmatch(r"[cC](_\d+)?", token)}
+    families = []
+    for one in {"", *constants}:
+        new = {name: "one" if name == one else "zero" for name in constants}
+        families.append(_values([new.get(token, token) for token in tokens]))
+    return [_Form("{}", list(values)) for values in zip(*families)]
+
+
+def _equal(a: list[str], b: list[str]) -> bool:
+    """Whether the tokens of an answer have the value of those of the right answer."""
+    with contextlib.suppress(*_FAILURES):
+        # A differential equation may be divided by a parameter: only its derivatives vary.
+        derivatives = any(token.endswith("'") for token in a + b)
+        values = _values(a, derivatives), _values(b, derivatives)
+        if all(map(_same, *values)) or _proportional(*values):
+            return True
+        return all(map(_same, _families(a), _families(b)))
+    return False
 
 
 # ---- 5. text ------------------------------------------------------------------------------------
@@ -333,9 +399,9 @@ _OPTION = re.compile(
 )
 
 
-def math_equal(a: str, b: str) -> bool:
-    """Whether two final answers, without boxes, are equal, in either order. It never raises."""
-    a, b = a.strip(), b.strip()
+def math_equal(answer: str, gold: str) -> bool:
+    """Whether a final answer equals the right one. Both are without boxes. It never raises."""
+    a, b = answer.strip(), gold.strip()
     if a == b or max(len(a), len(b)) > MAX_CHARS:
         return a.split() == b.split()
     for text, letter in ((a, b), (b, a)):
@@ -346,11 +412,11 @@ def math_equal(a: str, b: str) -> bool:
     spellings = [(a, b)]
     if ("%" in a) != ("%" in b):  # 62.5% counts for 62.5 and for 0.625
         spellings.append((f"({a})/100", b) if "%" in a else (a, f"({b})/100"))
-    for x, y in spellings:
-        for values in itertools.product(_readings(x), _readings(y)):
-            with contextlib.suppress(*_FAILURES):
-                if all(map(_same, *values)) or _proportional(*values):
-                    return True
+    if not re.search("[<>≤≥≠∈]", b):  # a condition behind the answer: 2k, k > 0
+        spellings.append((re.sub(r"\s*[,(][^,=]*[<>≤≥≠∈][^,=]*\Z", "", a), b))
+    for x, y in dict.fromkeys(spellings):
+        if any(itertools.starmap(_equal, itertools.product(_token_lists(x), _token_lists(y)))):
+            return True
     return a != "" and tokenize(a) == tokenize(b)
 
 
@@ -370,8 +436,9 @@ def rounds_to(answer: str, gold: str) -> bool:
         return False
     target, unit = Fraction(gold), Fraction(10) ** (int(exponent or 0) - len(decimals))
     slack = min(unit / 2, abs(target) / 100)
-    for values in _readings(clean(answer)):  # a variable differs from point to point
+    for tokens in _token_lists(clean(answer)):
         with contextlib.suppress(*_FAILURES):
-            if all(abs(x - target) <= slack and not x.imag for x in map(_bare, values)):
+            values = map(_bare, _values(tokens))  # a variable differs from point to point
+            if all(abs(x - target) <= slack and not x.imag for x in values):
                 return True
     return False
