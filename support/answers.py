@@ -39,13 +39,14 @@ _CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
 _CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
 _LISTS = ({"{}", ","}, {"{}", "∨"}, {",", "∨"}, {",", "∧"})  # kinds that can be the same list
 _number = re.compile(r"[\d.]").match
-_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "zero": Fraction(0), "one": Fraction(1)}
+_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j}
+_CONSTANTS |= {"zero": Fraction(0), "one": Fraction(1)}  # what arbitrary constants are set to
 # 1 / 0; unreadable text; a set plus one; one without a set; nested too deeply
 _FAILURES = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
 
 # Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
-# _NAMED_NUMBER names a number: AB, f(2), m + n.
-# _NAMED_VALUE names any value: x, f(n), y^s, (x, y), V_o(s)/V_i(s).
+# _NAMED_VALUE names any value: x, f(n), y^s, (x, y), V_o(s)/V_i(s). _NAMED_NUMBER names a number:
+# AB, f(2), m + n.
 _NAMED_VALUE = r"{*n}*(?:\^n)?(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{n+(?:\(n\))?}{n+(?:\(n\))?}"
 _NAMED_VALUE = re.compile(_NAMED_VALUE)
 _NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")
@@ -74,8 +75,10 @@ class _Form:
 
 def _capped(x):
     """Return `x` as a float if it is a fraction whose exact value would soon cost seconds."""
-    long = isinstance(x, Fraction) and x.denominator.bit_length() > 4 * MAX_BITS
-    return float(x) if long else x
+    if not isinstance(x, Fraction):
+        return x
+    bits = max(x.numerator.bit_length(), x.denominator.bit_length())
+    return x if bits <= 4 * MAX_BITS else float(x)
 
 
 def _power(a, b):
@@ -92,14 +95,15 @@ def _factorial(x):
 
 def _name(side: list[str], right: list[str] = ()) -> str:
     """Return the name that a side of a relation is, or "". right: what an equation says it is."""
-    if len(side) > 40:
+    if len(side) > 40:  # names are short, and a long text must not be read again at each relation
         return ""
     name, derivative = "".join(side).strip("{}"), any(t.endswith("'") for t in side)
+    only_names = all(map(NAME.match, right))
     number = right and not any(map(NAME.match, right)) and not (derivative and {*side} & {*"+-"})
     more = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
     kinds = "".join("n" if NAME.match(t) or t in more else "1" if _number(t) else t for t in side)
     named = _NAMED_VALUE.fullmatch(kinds) or number and _NAMED_NUMBER.fullmatch(kinds)
-    if right and not all(map(NAME.match, right)):  # MRS = 2C/S, but not MR = MC
+    if not only_names:  # MRS = 2C/S, but not MR = MC
         named = named or all(NAME.match(t) and t[0].isupper() for t in side)
     y = name.rstrip("'")  # y' names 6x and -x/y. In y' = 2y it is a part of an equation
     equation = y != name and y in right and ("x" not in right or y == "x")
@@ -358,22 +362,29 @@ def _token_lists(text: str) -> list[list[str]]:
     if not re.search(r"[(\[{][^)\]}]*,", text):  # 100,200 is one number or two
         texts.insert(0, re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
     lists = [tokenize(text) for text in dict.fromkeys(texts)]
-    # The name of a variable that the answer introduces is free: f(z) = z, x = \pi k.
+    # A variable that the answer itself introduces may have any name: f(z) = z, x = \pi k.
     bound = r"\b[A-Za-z] \( ([a-z]) \) =|\bpi ([k-n])\b|\b([k-n]) pi\b"
     bound = {*itertools.chain(*re.findall(bound, " ".join(lists[-1])))} - {""}
-    return lists + [["bound" if token in bound else token for token in lists[-1]]] * bool(bound)
+    if bound:
+        lists.append(["bound" if token in bound else token for token in lists[-1]])
+    return lists
 
 
 def _values(tokens: list[str], derivatives: bool = False) -> list:
     """Return the value of an answer at three points, or at one with three values of derivatives."""
+    if len(tokens) > MAX_CHARS:
+        raise ValueError("signs that stand for several tokens")
     return [_Reader(tokens, 0 if derivatives else i, i).answer() for i in range(3)]
 
 
 def _families(tokens: list[str]) -> list[_Form]:
-    """Return the values of C_1 e^t + C_2 t, with one of its arbitrary constants 1 and with none."""
+    """Return the values e^t, t and 0 of C_1 e^t + C_2 t: one of its constants is 1, or none.
+
+    The list has three points. It is empty without arbitrary constants.
+    """
     constants = {token for token in tokens if re.fullmatch(r"[cC](_\d+)?", token)}
     families = []
-    for one in {"", *constants}:
+    for one in {"", *constants} if constants else ():
         new = {name: "one" if name == one else "zero" for name in constants}
         families.append(_values([new.get(token, token) for token in tokens]))
     return [_Form("{}", list(values)) for values in zip(*families)]
@@ -387,7 +398,8 @@ def _equal(a: list[str], b: list[str]) -> bool:
         values = _values(a, derivatives), _values(b, derivatives)
         if all(map(_same, *values)) or _proportional(*values):
             return True
-        return all(map(_same, _families(a), _families(b)))
+        families = list(zip(_families(a), _families(b)))
+        return families != [] and all(_same(x, y) for x, y in families)
     return False
 
 

@@ -35,7 +35,7 @@ y = \sqrt{2} x + e^x | e^x - y + \sqrt2 x = 0
 \sin\theta = \frac{3}{5} | \frac35
 \sqrt2 | x = \sqrt{2} \approx 1.41 | \sqrt{2} \text{ m} \approx 1.41 \text{ m}
 \mathbb{R} | (-\infty,\infty) | x \in \mathbb R | \text{all real numbers}
-3, 1, 2 | \{1, 2, 3\} | 1, 2, and 3 | x \in \{1, 2, 3\} | x = 1, x = 3 or x = 2
+1, 2, 3 | \{3, 1, 2\} | 3, 2, and 1 | x \in \{3, 1, 2\} | x = 1, x = 3 or x = 2
 100,200 | 100200 | 200, 100 | 100 and 200
 x \in [-2,7] | -2 \le x \le 7 | 7 \ge x \geq -2
 x < 2 | (-\infty, 2) | 2 > x
@@ -44,7 +44,7 @@ x < 2 | (-\infty, 2) | 2 > x
 \begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix} | \begin{bmatrix}-1&0\\0&-1\end{bmatrix}
 \frac{1}{5}\begin{pmatrix} 1 \\ -18 \end{pmatrix} | \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}
 17_9 | 17 | 17_{9} | (17)_9
-5 \ (\text{mod } 7) | 5 \bmod 7
+5 \ (\text{mod } 7) | 5 \pmod 7 | 5 (mod 7)
 2:3 | 4:6
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
 t^{2} \lvert y \rvert | t^2 \left| y \right|
@@ -75,6 +75,24 @@ x = 1, y = 2 | (y = 2, x = 1) | \left\{ \begin{array}{cl} x & = & 1 \\ y & = & 2
 3 \times 4 | 3 × 4 | $3\times4$. | 3 \cdot 4
 \{\emptyset, \{\emptyset\}\} | \{\{ ∅ \}, \varnothing\}
 C | (C) | \text{(C)} | \textbf{(C)}\ 7 | C. 7 | C) 7 | C．7 | \text{Option C} | Option C: \frac12
+I \frac{d \omega}{d t}+2 B \omega=T | \dot\omega=\frac{T-2B\omega}{I} | \omega'(t)=(T-2B\omega(t))/I
+V x' = r(cV - x) | \frac{\mathrm{d}x}{\mathrm{d}t} + \frac{r}{V} x(t) = rc | dx/dt = rc - rx/V
+LC \frac{d^2 v_o(t)}{dt^2} + v_o(t) = v_i(t) | \ddot{v}_o + \frac{v_{o}}{LC} = \frac{v_i}{LC}
+x_0 \cos t + \dot{x}_{0} \sin t | x(0) \cos t + x'(0) \sin t | x(t) = x_0 \cos t + \dot{x_0} \sin t
+C_1 e^t + C_2 t + 1 | x(t) = 1 + c_1 t + c_2 e^{t} | C_2 e^{t} + C_3 t + 1
+f(z) = z, f(z) = -z | f(x) = -x, f(x) = x
+x = \frac{\pi}{6} + k\pi | x = \frac{\pi}{6} + \pi n
+4080 | 4080 \text{ Å} | 4080\,\AA | 4080 Å | 4.08 x 10^3 | 4.08x10^{3}
+12 | 12^{\text{th}} \text{ grade} | 12th | 12\text{th grade} | \text{Yes, } n = 12
+12 | \text{There are } 12 \text{ ways} | The value is 12 | 12 kcal m⁻² yr⁻¹
+\frac{2C}{3S} | MRS = \frac{2C}{3S} | \text{MRS}_{S,C} = \frac{4C}{6S} = \frac{2C}{3S}
+\frac{1}{s+a} | H(s) = \frac{V_o(s)}{V_i(s)} = \frac{1}{s+a} | \frac{1}{s+a} \text{ (for } s > -a)
+100 p^{\frac{1}{2}} | y^s = 100 \sqrt{p} | y^s(p) = 100 \sqrt{p}
+2x | 2x \text{ for all } x \in \mathbb{R} | 2x \quad \forall x | 2x \text{, where } x > 0
+(2,\,251,\,252) | (2, 251, 252)
+k \geqslant 2 | \text{All integers } k \ge 2 | All integers k≥2
+\arcsin(10/13) | np.arcsin(10/13)
+4/17 | 0.235294117647059
 """
 DIFFERENT = r"""
 \pi | 3.1415927
@@ -119,6 +137,37 @@ x = 1, y = 2 | \begin{cases} x = 1 \\ z = 2 \end{cases} | \begin{cases} x = 1 \e
 \frac{dx}{dt} = kx - a | kx - a | \frac{dx}{dt} = kx + a
 \emptyset | \{\emptyset\} | \{ \varnothing \} | \{0\} | \{\{\emptyset\}\}
 B | (C) | A or B | (B) or (C) | B. 7 or C. 8 | not (B) | \textbf{(A)}\ 7 | Option C | (B), (C) | 7 B
+I \frac{d \omega}{d t}+2 B \omega=T | \dot\omega=\frac{T+2B\omega}{I} | I\dot\omega=T-B\omega
+LC y'' + y = x | y'' + y = x | LC y' + y = x | 0
+y' + y = 0 | 0
+C_1 e^t + C_2 t | C_1 (e^t + t) | C_1 e^t | C_1 e^t + 2 C_2 t
+\frac{C_1}{C_1 + C_2} | \frac{C_2}{C_1 + C_2}
+f(z) = z | f(y) = 2y | g(x) = x | f(z) = x
+4 | 4 \text{K people} | 4 \text{ million people} | 4 x 10^2
+27 | 27 \bmod 5 | 27 mod 5 | 27:1 | \sin x = 27 | 27, -27
+SRAC=LRAC | SRAC | LRAC | SRAC=MC
+x | x \text{ for } x > 0, -x \text{ for } x < 0
+(2, 251, 252) | 2251252 | (2251, 252)
+k \ge 2 | \text{All integers } k \ge 3
+1/3 | 0.3333333333
+"""
+# What the right answer, the first of each line, decides.
+COUNTS = r"""
+10^{3},10 | (1000, 10) | x = 1000, y = 10 | y = 10, x = 1000 | 10, 1000 | (x, y) = (1000, 10)
+2,4,3 | (2, 4, 3) | T(10) = 2, T(11) = 4, T(12) = 3 | \{2, 4, 3\}
+1,-1,7,-7 | 7, -7, 1, -1
+-5,7 | x_1 = 7, x_2 = -5
+\angle A = 90, \angle B = 90 | 90^\circ | \angle A = \angle B = 90 | 90, 90
+-2,-2 | -2 | a = b = -2
+\frac{1}{s+a} | \frac{1}{s+a}, s > -a | \frac{1}{s+a} (s > -a)
+"""
+DOES_NOT_COUNT = r"""
+10^{3},10 | (10, 1000) | x = 10, y = 1000
+(1000, 10) | 1000, 10
+2,4,3 | 2, 3, 4 | 4, 3, 2 | \{2, 3, 4\}
+19,0,1 | x = 0, y = 19, z = 1
+-2,-2 | -2, 2 | 2
+-2 | -2, -2
 """
 
 
@@ -147,12 +196,28 @@ def test_different(a, b):
     assert not math_equal(a, b) and not math_equal(b, a)
 
 
+@pytest.mark.parametrize("answer", ["5\u200b", "\ufeff5", "5\u200e", "\u20665\u2069"])
+def test_invisible_characters_are_dropped(answer):
+    assert math_equal(answer, "5")
+
+
+@pytest.mark.parametrize("gold, answer", pairs(COUNTS))
+def test_counts(gold, answer):
+    assert math_equal(answer, gold)
+
+
+@pytest.mark.parametrize("gold, answer", pairs(DOES_NOT_COUNT))
+def test_does_not_count(gold, answer):
+    assert not math_equal(answer, gold)
+
+
 def limits() -> list[tuple[str, str, bool]]:
-    """The pairs of the page's two lists: an answer, the right answer, and whether it counts."""
-    text = (ROOT / "docs" / "reference.md").read_text().split("**The grader**")[1].split("\n## ")[0]
-    lists = dict(zip([False, True], text.split("It accepts"), strict=True))
-    pair = r"`([^`]+)`\s+for\s+`([^`]+)`"
-    return [(*found, counts) for counts in lists for found in re.findall(pair, lists[counts])]
+    """The examples of the page's table: an answer, the right answer, and whether it counts."""
+    text = (ROOT / "docs" / "reference.md").read_text().split("\n| kind |")[1].split("\n\n")[0]
+    rows = [line.split(" | ") for line in text.splitlines()[2:]]
+    example = r"`([^`]+)` for `([^`]+)`"
+    cells = [(cell, counts) for _, yes, no in rows for cell, counts in ((yes, True), (no, False))]
+    return [(*found, counts) for cell, counts in cells for found in re.findall(example, cell)]
 
 
 @pytest.mark.parametrize("answer, gold, counts", limits())
@@ -163,7 +228,11 @@ def test_limits_on_the_page(answer, gold, counts):
 @pytest.mark.parametrize(
     "response, answer",
     [
-        (r"\boxed{1} and \fbox {2}", "2"),
+        (r"\boxed{1} or \fbox {2}", "2"),
+        (r"The roots are \(\boxed{-5}\) and \(\fbox {7}\).", "-5, 7"),
+        (r"\[\boxed{3}, \quad \boxed{4} \quad \text{and} \quad \boxed{5}\]", "3, 4, 5"),
+        (r"$\boxed{1}$ and $\boxed{2}$. So the sum is 3.", "2"),
+        (r"First \boxed{9}. Then \boxed{1} and \boxed{1}", "1"),
         (r"\boxed{1} \boxed{\frac{2}{3}", "1"),
         (r"\boxed{\boxed{3}}", "3"),
         (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
@@ -259,7 +328,7 @@ e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √
 
 
 def test_fuzz():
-    """Nothing raises, equality is symmetric, and what is extracted equals itself."""
+    """Nothing raises, and what is extracted equals itself."""
     rng, extracted = random.Random(0), 0
     for i in range(3_000):
         if i % 3 == 0:
@@ -269,7 +338,7 @@ def test_fuzz():
             if i % 3 == 1:  # a small edit, so that equality is not rare
                 texts[1] = texts[0].replace(rng.choice(FRAGMENTS), rng.choice(FRAGMENTS), 1)
         a, b = texts
-        assert math_equal(a, b) == math_equal(b, a), (a, b)
+        math_equal(a, b)
         assert math_equal(a, a)
         answer = extract_answer("so " + boxed(a))
         if answer:
@@ -282,7 +351,7 @@ def test_fuzz():
 # Pieces that are repeated; an opening, how often, and its closing around a 5; whole answers.
 PIECES = r"""
 9^ 500! 9^{2000} \frac{1}{7^{2000}}+ \frac{1}{7^{800}}+\frac{1}{11^{700}}- \sin9^{2000} n+ x=y=
-n^{400}/7^{300}+ (\pm1,\{ 5metres m+ f(x)=x, x<1or |1 1& _\text{ x=( x=\{ =\lim{a ⟦
+n^{400}/7^{300}+ x^{240} (\pm1,\{ 5metres m+ f(x)=x, x<1or |1 1& _\text{ x=( x=\{ =\lim{a ⟦
 ½ x∈ x∪ x<1and 5\text{cats {\over {\rm \\[4pt] \frac{\text{m}}{\text{ \lfloor ]1, 3! ⁻ \sin3°
 \begin{cases} \{\begin{array} \{\emptyset \hat{i}+ 3\times
 """.split()
@@ -305,4 +374,4 @@ def test_hostile_input_is_read_quickly(length):
         for response, gold in ((boxed(text), "5"), (boxed("0 + " + text), text), (text, "5")):
             start = time.process_time()
             is_correct(response, gold)
-            assert time.process_time() - start < 5, text[:50]  # seconds, on slow cores, too
+            assert time.process_time() - start < 1, text[:50]  # 0.2 seconds here; slow cores, too
