@@ -29,15 +29,14 @@ _ESCAPED = re.compile(r"\\[{}\\]")
 # A box without braces is a number at the end of a formula: $\boxed 5$.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?[\d.]*\d)(?=\.?\s?(?:\$|\\[)\]]|\n|\Z)))")
 
-# What may stand around "and" or a comma between two boxes of one answer: \) and \(
+# What may stand around the "and" between two boxes of one answer.
 _LAYOUT = re.compile(r"\\[()\[\]]|\$|\\q?quad|\\text|[{}\s]")
-_NEXT_SENTENCE = re.compile(r"[.!?\n]\s*\w")
 
 
 def extract_answer(response: str) -> str | None:
     r"""Return the content of the last complete \boxed{} or \fbox{} that has one, or None.
 
-    One answer over several boxes is joined: "\boxed{-5} and \boxed{7}" at the end gives "-5, 7".
+    Boxes of one answer at the end are joined: "\boxed{-5} and \boxed{7}." gives "-5, 7".
     """
     if not isinstance(response, str):
         return None
@@ -52,11 +51,11 @@ def extract_answer(response: str) -> str | None:
             start, end = end + 1, rest.find("}", end + 1)
         content = box[1] or depth == 0 and text[box.end() : box.end() + start - 1].strip()
         behind = text[box.end() + start : stop]
-        if answers and (not content or _LAYOUT.sub("", behind) not in ("and", ",", ",and")):
+        if answers and not (content and _LAYOUT.sub("", behind) in ("and", ",", ",and")):
             break
         if content and content not in answers:
             answers.insert(0, content)
-        if len(answers) == 1 and _NEXT_SENTENCE.search(behind):
+        if len(answers) == 1 and re.search(r"[.!?\n]\s*\w", behind):  # another sentence
             break
         # All text after an unfinished box belongs to that box. An earlier box must end before it.
         stop = box.start()

@@ -47,8 +47,7 @@ _FAILURES = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionEr
 # Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
 # _NAMED_VALUE names any value: x, f(n), y^s, (x, y), V_o(s)/V_i(s). _NAMED_NUMBER names a number:
 # AB, f(2), m + n.
-_NAMED_VALUE = r"{*n}*(?:\^n)?(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{n+(?:\(n\))?}{n+(?:\(n\))?}"
-_NAMED_VALUE = re.compile(_NAMED_VALUE)
+_NAMED_VALUE = re.compile(r"{*n}*(?:\^n)?(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{[n()]+}{[n()]+}")
 _NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")
 
 
@@ -105,8 +104,7 @@ def _name(side: list[str], right: list[str] = ()) -> str:
     named = _NAMED_VALUE.fullmatch(kinds) or number and _NAMED_NUMBER.fullmatch(kinds)
     if not only_names:  # MRS = 2C/S, but not MR = MC
         named = named or all(NAME.match(t) and t[0].isupper() for t in side)
-    y = name.rstrip("'")  # y' names 6x and -x/y. In y' = 2y it is a part of an equation
-    equation = y != name and y in right and ("x" not in right or y == "x")
+    equation = derivative and name.rstrip("'") in right  # y' names 6x. In y' = 2y it does not
     return name if named and not equation else ""
 
 

@@ -67,10 +67,10 @@ AB, 2CD | 2DC, AB
 x = 1, y = 2 | (y = 2, x = 1) | \left\{ \begin{array}{cl} x & = & 1 \\ y & = & 2 \end{array} \right.
 \begin{cases} \frac12 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} .5, & 0<x \\ 0, & x=0 \end{cases}
 (3, -2) | 3\mathbf{i} - 2\mathbf{j} | -2{\bf j} + 3{\bf i} | \vec{v} = 3\hat{\imath} - 2\hat{\jmath}
+(0, 2), (0, -2) | (0, \pm 2)
 (3, 0, -2) | 3\hat{\mathbf{i}} - 2\hat{\mathbf{k}} | \frac{1}{2}(6\vec{i} - 4\vec{k})
 42 | \text{The answer is } 42 | The final answer is: 42. | \text{Answer: 42} | {\bf 42} | \large 42
 6x | \frac{dy}{dx} = 6x | \frac{\mathrm{d}y}{\mathrm{d}x} = 6x | \frac{\partial f}{\partial x} = 6x
--\frac{x}{y} | \frac{dy}{dx} = -\frac{x}{y}
 45 | USD 45 | \text{USD } 45 | US\$45 | 45 USD | \pounds 45 | EUR 45
 3 \times 4 | 3 × 4 | $3\times4$. | 3 \cdot 4
 \{\emptyset, \{\emptyset\}\} | \{\{ ∅ \}, \varnothing\}
@@ -123,6 +123,7 @@ east | seat
 (1,234) | 1234
 x < 0 and x > 1 | x < 0 or x > 1 | (-\infty,0) \cup (1,\infty)
 x = 1 or y = 2 | x = 1 and y = 2
+x = 1, y = 2 or x = 3, y = 4 | x = 1, y = 4 or x = 3, y = 2
 x \in (0,1) \cup (2,3) | y \in (2,3) \cup (0,1)
 x = 1 or x = 2 | y \in \{1,2\} | x \in \{1\}
 (-\infty,3) \cup (3,\infty) | \mathbb{R} \setminus \{-3\} | (-\infty,3) \cup [3,\infty)
@@ -144,6 +145,8 @@ C_1 e^t + C_2 t | C_1 (e^t + t) | C_1 e^t | C_1 e^t + 2 C_2 t
 \frac{C_1}{C_1 + C_2} | \frac{C_2}{C_1 + C_2}
 f(z) = z | f(y) = 2y | g(x) = x | f(z) = x
 4 | 4 \text{K people} | 4 \text{ million people} | 4 x 10^2
+3Y + 1 | 2X = 3Y + 1 | ab = 3Y + 1
+2y | y' = 2y | y' + x = 2y
 27 | 27 \bmod 5 | 27 mod 5 | 27:1 | \sin x = 27 | 27, -27
 SRAC=LRAC | SRAC | LRAC | SRAC=MC
 x | x \text{ for } x > 0, -x \text{ for } x < 0
