@@ -59,8 +59,7 @@ _UNIT = rf"\s*{_UNIT}(?:[\s/*]*{_UNIT})*"
 _AFTER_VALUE = r"(?<=[^\W_]|[.)}\]!%°])"
 _ORDINAL = r"(?:\^\s*\{?\s*⟦\s*(?:st|nd|rd|th)\s*⟧\s*\}?|(?<=\d)(?:⟦\s*)?(?:st|nd|rd|th)\b)"
 _ORDINAL += rf"(?:\s*⟦?(?!{_VALUE})[A-Za-z\s]*(?:⟧|\Z))?"
-_CONDITION = r"\A([^⟦]*[^⟦\s,(])[\s,(]*(?:(?:⟦[\s,(]*)?\b(?:for|where)\b(?! some)|\\forall~)"
-_CONDITION += r"[^⟦;=]*\Z"
+_CONDITION = r"\A([^⟦]*[^⟦\s,(])[\s,(]*(?:(?:⟦[\s,(]*)?\b(?:for|where)\b|\\forall~)[^⟦;=]*\Z"
 _NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # no factor follows: in 5 ft 6 in one does
 _WORDS = rf"(?<=[\d.)}}%])(\s+(?!(?:mod|{_FUNCTION_NAMES})\b)"
 _WORDS += r"(?:(?:sq|cu)\.?\s+[A-Za-z]+|[A-Za-z]{3,})\b"
@@ -81,10 +80,9 @@ _LEIBNIZ = r"(\\frac\s*\{\s*)?(?<![A-Za-z\\])d\s*(?:\^(\d)\s*)?(\\?[A-Za-z]+(?:_
 _LEIBNIZ += r"\s*(?:\([a-z]\)\s*)?(?(1)\}\s*\{|/)\s*d\s*[a-z](?:\s*\^\d)?\s*(?(1)\}|(?![A-Za-z]))"
 _CAPITALS = r"(\A|[,;∨∧])\s*[({]?([A-Z])\s?([A-Z])[)}]?(?=\s*(?:[,;∨∧]|\Z))"
 _MIXED = r"(?<!\d )(?<![\d.^_}/*])(\d+)(?: *\\frac *\{?(\d+)\}? *\{(\d+)\}| +(\d+) */ *(\d+))"
-_RESIDUE = (
-    r"\A(?=.*(?:=|\\p|\()\s*mod|.*=.*mod)(?:(?!\d)[\w{}]*\s*=)?(.+?)\(?\s*(?:\\[bp]?)?mod(?:ulo)?~"
-)
-_RESIDUE += r"[\s{]*([\w^]+)[\s})]*\Z"
+# n = 5 mod 7 and 5 (mod 7) are residues. 12 mod 7 is a calculation.
+_RESIDUE = r"\A(?=.*(?:=|(?:\\p|\(\s*)mod))(?:(?!\d)[\w{}]*\s*=)?(.+?)\(?\s*(?:\\[bp]?)?mod"
+_RESIDUE += r"(?:ulo)?~[\s{]*([\w^]+)[\s})]*\Z"
 _TURNED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻][", "0123456789-()")
 _PREFIX = r"(?i:(?:the|there|it)\b[a-z ]*? (?:is|are)\b:?|(?:final )?answer(?: is\b|:):?|yes,|"
 _PREFIX += r"all integers(?=[\s⟧]*[a-z]\s*[<>≤≥]))|(?:USD?|EUR|GBP)(?=[\s⟧]*\d)"

@@ -17,7 +17,7 @@ EQUAL = r"""
 11,\! 111,\! 111,\! 100 | 11111111100 | 11,111,111,100 | 11{,}111{,}111{,}100
 17.5\% | 17.5 | 17.5 percent | 17.5\text{ percent} | 0.175 | 17.5\% \text{ increase}
 5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5元 | 5 = x | 2 + 3 = 5 | 5\text{ sec}
-5 | \overline{AB} = 5 | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7) | 5 cm | 5kg | 5 km/h
+5 | \overline{AB} = 5 | A'B' = 5 | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7) | 5 cm | 5kg | 5 km/h
 15 | 15\mbox{ cm}^2 | 5 \text{ cm} \times 3 \text{ cm}
 3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
 5 \sqrt[3]{4} | 5\cdot 4^{1/3}
@@ -145,7 +145,7 @@ C_1 e^t + C_2 t | C_1 (e^t + t) | C_1 e^t | C_1 e^t + 2 C_2 t
 \frac{C_1}{C_1 + C_2} | \frac{C_2}{C_1 + C_2}
 f(z) = z | f(y) = 2y | g(x) = x | f(z) = x
 4 | 4 \text{K people} | 4 \text{ million people} | 4 x 10^2
-3Y + 1 | 2X = 3Y + 1 | ab = 3Y + 1
+3Y + 1 | 2X = 3Y + 1 | ab = 3Y + 1 | X + Y = 3Y + 1
 2y | y' = 2y | y' + x = 2y
 27 | 27 \bmod 5 | 27 mod 5 | 27:1 | \sin x = 27 | 27, -27
 SRAC=LRAC | SRAC | LRAC | SRAC=MC
