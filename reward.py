@@ -53,13 +53,13 @@ def extract_answer(response: str) -> str | None:
         behind = text[box.end() + start : stop]
         if answers and not (content and _LAYOUT.sub("", behind) in ("and", ",", ",and")):
             break
-        if content and content not in answers:
+        if content:
             answers.insert(0, content)
-        if len(answers) == 1 and re.search(r"[.!?\n]\s*\w", behind):  # another sentence
+        if len(answers) == 1 and re.search(r"(?:[.!?]\s|\n)\s*\w", behind):  # another sentence
             break
         # All text after an unfinished box belongs to that box. An earlier box must end before it.
         stop = box.start()
-    return ", ".join(answers) or None
+    return ", ".join(answers if len({*answers}) > 1 else answers[:1]) or None
 
 
 def is_correct(response: str, gold: str) -> bool:

@@ -10,6 +10,7 @@ The stages in order, with the answer $5\frac12 \text{ cm}$ to a problem whose ri
 2. Tokens, ( 5 + 1 / 2 ): numbers, names, commands and signs (support/latex.py).
 3. Values, 11/2: a recursive-descent parser computes them. A variable's name decides its value.
 4. Equality, 11/2 = 5.5: two answers are equal if they have the same value at three points.
+   Equations may differ by a factor, and arbitrary constants may have other names.
 5. Text: an answer that cannot be parsed is compared token by token.
 6. Rounded answers: a number can count for a measured result with fewer digits.
 
@@ -19,6 +20,7 @@ docs/reference.md, "Limits", lists what is refused and accepted in error.
 
 import cmath
 import contextlib
+import functools
 import itertools
 import math
 import re
@@ -39,16 +41,17 @@ _CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
 _CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
 _LISTS = ({"{}", ","}, {"{}", "∨"}, {",", "∨"}, {",", "∧"})  # kinds that can be the same list
 _number = re.compile(r"[\d.]").match
-_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j}
-_CONSTANTS |= {"zero": Fraction(0), "one": Fraction(1)}  # what arbitrary constants are set to
+_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "zero": Fraction(0)}
 # 1 / 0; unreadable text; a set plus one; one without a set; nested too deeply
 _FAILURES = (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError)
 
 # Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
-# _NAMED_VALUE names any value: x, f(n), y^s, (x, y), V_o(s)/V_i(s). _NAMED_NUMBER names a number:
-# AB, f(2), m + n.
-_NAMED_VALUE = re.compile(r"{*n}*(?:\^n)?(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{[n()]+}{[n()]+}")
+# _NAMED_VALUE names any value: x, f(n), (x, y), V_o(s)/V_i(s). _NAMED_NUMBER names a number: AB,
+# f(2), m + n. _NAMED_FORMULA names what is no number: y^s.
+_NAMED_VALUE = r"{*n}*(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{(?:nn|n\(n\))}{(?:nn|n\(n\))}"
+_NAMED_VALUE = re.compile(_NAMED_VALUE)
 _NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")
+_NAMED_FORMULA = re.compile(r"n\^n(?:\(n\))?")
 
 
 @dataclass(eq=False)
@@ -72,19 +75,19 @@ class _Form:
         return _Form("()", [factor * part for part in self.parts])
 
 
+def _bits(x) -> int:
+    """Return the length of an exact number, 0 for a float."""
+    exact = isinstance(x, Fraction)
+    return max(x.numerator.bit_length(), x.denominator.bit_length()) if exact else 0
+
+
 def _capped(x):
-    """Return `x` as a float if it is a fraction whose exact value would soon cost seconds."""
-    if not isinstance(x, Fraction):
-        return x
-    bits = max(x.numerator.bit_length(), x.denominator.bit_length())
-    return x if bits <= 4 * MAX_BITS else float(x)
+    """Return `x` as a float if its exact value would soon cost seconds."""
+    return x if _bits(x) <= 4 * MAX_BITS else float(x)
 
 
 def _power(a, b):
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        if max(abs(a.numerator), a.denominator).bit_length() * abs(b) > MAX_BITS:
-            a = float(a)
-    return a**b
+    return (float(a) if _bits(b) and _bits(a) * abs(b) > MAX_BITS else a) ** b
 
 
 def _factorial(x):
@@ -93,30 +96,34 @@ def _factorial(x):
 
 
 def _name(side: list[str], right: list[str] = ()) -> str:
-    """Return the name that a side of a relation is, or "". right: what an equation says it is."""
+    """Return the name that a side of a relation is, or "". right: an equation's last side."""
     if len(side) > 40:  # names are short, and a long text must not be read again at each relation
         return ""
     name, derivative = "".join(side).strip("{}"), any(t.endswith("'") for t in side)
-    only_names = all(map(NAME.match, right))
     number = right and not any(map(NAME.match, right)) and not (derivative and {*side} & {*"+-"})
     more = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
     kinds = "".join("n" if NAME.match(t) or t in more else "1" if _number(t) else t for t in side)
-    named = _NAMED_VALUE.fullmatch(kinds) or number and _NAMED_NUMBER.fullmatch(kinds)
-    if not only_names:  # MRS = 2C/S, but not MR = MC
-        named = named or all(NAME.match(t) and t[0].isupper() for t in side)
-    equation = derivative and name.rstrip("'") in right  # y' names 6x. In y' = 2y it does not
+    named = _NAMED_VALUE.fullmatch(kinds)
+    if number:
+        named = named or _NAMED_NUMBER.fullmatch(kinds)
+    elif not all(map(NAME.match, right)):  # MRS = 2C/S, but not MR = MC
+        capitals = len(side) > 2 and all(NAME.match(t) and t[0].isupper() for t in side)
+        named = named or capitals or _NAMED_FORMULA.fullmatch(kinds)
+    # y' names 6x and -x/y. In y' = 2y it is a part of a differential equation.
+    y = name.rstrip("'")
+    equation = derivative and y in right and ("x" not in right or y == "x")
     return name if named and not equation else ""
 
 
 class _Reader:
-    """A parser that computes the value of `tokens`.
+    """A parser that computes the value of `tokens` at one of three points.
 
-    point, derivatives: the numbers of the points at which variables and derivatives are taken.
+    fixed: only derivatives differ between the points.
     """
 
-    def __init__(self, tokens: list[str], point: int, derivatives: int):
+    def __init__(self, tokens: list[str], point: int, fixed: bool):
         self.tokens, self.at = [*tokens, ""], 0
-        self.point, self.derivatives = point, derivatives
+        self.point, self.fixed = point, fixed
         self.degree = math.pi / 180 if FUNCTIONS.keys() & tokens else 1  # 30° counts for 30
 
     @property
@@ -163,8 +170,8 @@ class _Reader:
         if {*operators} != {"="}:
             return self.inequality(parts, [*map(_name, sides)], operators)
         names = [*(_name(side, sides[-1]) for side in sides[:-1]), _name(sides[-1])]
-        if {"sin", "cos"} & {*sides[0]} and not abs(parts[-1]) <= 1:
-            names[0] = ""
+        if sides[0][0] in ("sin", "cos") and not {*"+-"} & {*sides[0]} and abs(parts[-1]) > 1:
+            names[0] = ""  # \sin x = 27
         if not names[0]:  # 5 = x is x = 5
             parts, names = parts[::-1], names[::-1]
         *left, right = parts
@@ -227,8 +234,8 @@ class _Reader:
     def primary(self):
         token, self.at = self.next, self.at + 1
         if _number(token):
-            # A decimal of so many digits is a float that was printed: 0.235294117647059 is 4/17.
-            return float(token) if len(token) > 12 and "." in token else Fraction(token)
+            # So many decimals are those of a float that was printed: 0.235294117647059 is 4/17.
+            return float(token) if re.search(r"\.\d{12}", token) else Fraction(token)
         if token in _CLOSING:
             return self.group(token)
         if token == "frac":
@@ -279,7 +286,7 @@ class _Reader:
 
     def variable(self, name: str):
         # Near 1, so that high powers stay within the range of floats.
-        point = self.derivatives if name.endswith("'") else self.point
+        point = 0 if self.fixed and not name.endswith("'") else self.point
         return Fraction(80_000 + zlib.crc32(f"{name} {point}".encode()) % 40_000, 100_000)
 
 
@@ -299,15 +306,17 @@ def _bare(x, forms=2):
 
 
 def _same(a, b) -> bool:
-    """Whether `a` is the right answer `b`. Both were computed at the same point."""
+    """Whether `a` has the value of `b`, the right answer. Both were computed at the same point."""
     forms = isinstance(a, _Form) + isinstance(b, _Form)
     if not forms:
         return _close(a, b)
     if forms == 2 and a.name and b.name:
         return a.name == b.name and _same(a.parts[-1], b.parts[-1])
     kinds = [getattr(x, "kind", "") for x in (a, b)]
-    if kinds in (["", ","], ["=", ","]) and all(_same(_bare(a), _bare(x)) for x in b.parts):
-        return True  # 90 for 90, 90
+    for x, y in ((a, b), (b, a)):  # 90 and 90, 90
+        if getattr(x, "kind", "") in ("", "=") and getattr(y, "kind", "") == ",":
+            if all(_same(_bare(x), _bare(part)) for part in y.parts):
+                return True
     if forms == 2 and all(getattr(part, "kind", "") == "=" for part in a.parts + b.parts):
         kinds = ["∧" if kind in ("()", "[)") else kind for kind in kinds]  # the rows of a system
     if kinds == ["()", ","]:
@@ -319,7 +328,7 @@ def _same(a, b) -> bool:
         return False
     if kinds[0] not in ("{}", ",", "∨", "∧", "="):
         return all(map(_same, a.parts, b.parts))
-    if kinds[1] == "," and (orders := _orders(a.parts, b.parts)):
+    if kinds in ([",", ","], ["∧", ","]) and (orders := _orders(a.parts, b.parts)):
         return any(all(map(_same, order, b.parts)) for order in orders)
     rest = list(b.parts)  # in any order
     for x in a.parts:
@@ -333,10 +342,11 @@ def _same(a, b) -> bool:
 def _orders(a: list, b: list) -> list[list]:
     """Return the orders in which the list `a` may stand for the list `b`, or [] for any."""
     names = [getattr(part, "name", "") for part in a]
-    letters = {re.match(r"\\?[A-Za-z]*", name)[0] for name in names} - {""}
+    letters = {name for name in names if re.fullmatch(r"[A-Za-z]|\\[A-Za-z]+", name)}
     if len(letters) == len(a) and not any(getattr(part, "name", "") for part in b):
-        by_name = [part for _, part in sorted(zip(names, a), key=lambda pair: pair[0])]
-        return [a, by_name]  # x = 1000, y = 10 for 1000, 10
+        return [a, sorted(a, key=lambda part: part.name)]  # x = 1000, y = 10 for 1000, 10
+    if "" not in names and len({*names}) < len(a):  # x = 1, x = 3
+        return []
     # 2, 4, 3 are values that a problem asked for in this order. 1, -1, 7, -7 are not.
     if all(isinstance(x, Fraction) for x in b) and not {-x for x in b if x} & {*b}:
         return [] if b in (sorted(b), sorted(b, reverse=True)) else [a]
@@ -354,49 +364,53 @@ def _proportional(a: list, b: list) -> bool:
     return all(dp and _close(dp * q[0], dq * p[0]) for dp, dq in changes)
 
 
-def _token_lists(text: str) -> list[list[str]]:
+def _token_lists(text: str) -> list[tuple[str, ...]]:
     """Return the tokens of a cleaned answer, for each way to read the answer."""
     texts = [text]
     if not re.search(r"[(\[{][^)\]}]*,", text):  # 100,200 is one number or two
         texts.insert(0, re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text))
     lists = [tokenize(text) for text in dict.fromkeys(texts)]
-    # A variable that the answer itself introduces may have any name: f(z) = z, x = \pi k.
-    bound = r"\b[A-Za-z] \( ([a-z]) \) =|\bpi ([k-n])\b|\b([k-n]) pi\b"
+    # The name of a function's argument, or of any whole number: f(z) = z, x = 1 + \pi k.
+    bound = r"\b[A-Za-z] \( ([a-z]) \) =|[+=](?: 2)? (?:pi ([k-n])|([k-n]) pi)(?= ,|\Z)"
     bound = {*itertools.chain(*re.findall(bound, " ".join(lists[-1])))} - {""}
-    if bound:
+    if len(bound) == 1:
         lists.append(["bound" if token in bound else token for token in lists[-1]])
-    return lists
+    return [tuple(tokens) for tokens in lists]
 
 
-def _values(tokens: list[str], derivatives: bool = False) -> list:
-    """Return the value of an answer at three points, or at one with three values of derivatives."""
+@functools.lru_cache(maxsize=16)
+def _values(tokens: tuple[str, ...], fixed: bool = False) -> list:
+    """Return the value of an answer at three points. fixed: only derivatives differ there."""
     if len(tokens) > MAX_CHARS:
         raise ValueError("signs that stand for several tokens")
-    return [_Reader(tokens, 0 if derivatives else i, i).answer() for i in range(3)]
+    return [_Reader(tokens, point, fixed).answer() for point in range(3)]
 
 
-def _families(tokens: list[str]) -> list[_Form]:
-    """Return the values e^t, t and 0 of C_1 e^t + C_2 t: one of its constants is 1, or none.
+def _families(tokens: tuple[str, ...]) -> list[_Form]:
+    """Return an answer, at three points, with all, with one and with none of its constants c, C_1.
 
-    The list has three points. It is empty without arbitrary constants.
+    C_1 e^t + C_2 t + 1 gives {C e^t + Ct + 1, C e^t + 1, Ct + 1, 1}. Without such constants, or
+    with more than six, the list is empty.
     """
-    constants = {token for token in tokens if re.fullmatch(r"[cC](_\d+)?", token)}
+    constants = {token for token in tokens if re.fullmatch(r"[cC](_[1-9]\d*)?", token)}
     families = []
-    for one in {"", *constants} if constants else ():
-        new = {name: "one" if name == one else "zero" for name in constants}
-        families.append(_values([new.get(token, token) for token in tokens]))
+    for kept in (
+        [set(), constants, *({name} for name in constants)] if 0 < len(constants) < 7 else []
+    ):
+        new = {name: "constant" if name in kept else "zero" for name in constants}
+        families.append(_values(tuple(new.get(token, token) for token in tokens)))
     return [_Form("{}", list(values)) for values in zip(*families)]
 
 
-def _equal(a: list[str], b: list[str]) -> bool:
+def _equal(a: tuple[str, ...], b: tuple[str, ...]) -> bool:
     """Whether the tokens of an answer have the value of those of the right answer."""
     with contextlib.suppress(*_FAILURES):
-        # A differential equation may be divided by a parameter: only its derivatives vary.
-        derivatives = any(token.endswith("'") for token in a + b)
-        values = _values(a, derivatives), _values(b, derivatives)
+        # A differential equation may have a factor without derivatives: only derivatives differ.
+        fixed = any(token.endswith("'") for token in a + b)
+        values = _values(a, fixed), _values(b, fixed)
         if all(map(_same, *values)) or _proportional(*values):
             return True
-        families = list(zip(_families(a), _families(b)))
+        families = [] if fixed else list(zip(_families(a), _families(b)))
         return families != [] and all(_same(x, y) for x, y in families)
     return False
 
@@ -422,9 +436,7 @@ def math_equal(answer: str, gold: str) -> bool:
     spellings = [(a, b)]
     if ("%" in a) != ("%" in b):  # 62.5% counts for 62.5 and for 0.625
         spellings.append((f"({a})/100", b) if "%" in a else (a, f"({b})/100"))
-    if not re.search("[<>≤≥≠∈]", b):  # a condition behind the answer: 2k, k > 0
-        spellings.append((re.sub(r"\s*[,(][^,=]*[<>≤≥≠∈][^,=]*\Z", "", a), b))
-    for x, y in dict.fromkeys(spellings):
+    for x, y in spellings:
         if any(itertools.starmap(_equal, itertools.product(_token_lists(x), _token_lists(y)))):
             return True
     return a != "" and tokenize(a) == tokenize(b)

@@ -40,7 +40,7 @@ _FUNCTION_NAMES = "|".join(sorted({*FUNCTIONS, "sqrt", "pi", "e", "i"} - {"sec"}
 
 # A text behind a value is a unit if it has a unit word, such as a plural, and no value word.
 _UNITS = r"[A-Za-z-]+[^\Wsui]s|[fpnumcdhkMGT]?(?:[msgLlJNWVACFTKH]|Hz|Pa|eV|mol|rad|min)|Å|in(?! )|"
-_UNITS += r"ft|yd|mi|lb|oz|hr?|d|yr|mph|sq|cu|sec|deg|erg|[a-z]*(?:met|lit)(?:er|re)|"
+_UNITS += r"ft|yd|mi|lb|oz|hr?|d|yr|mph|sq|cu|sec|deg|erg|st|nd|rd|th|[a-z]*(?:met|lit)(?:er|re)|"
 _UNITS += r"[a-z]*gram|foot|feet|inch|mile|yard|pound|ounce|unit|second|minute|hour|day|week|year|"
 _UNITS += r"month|dollar|cent|USD|degree|people|person|\w*men|children|gm|increase|[\u4e00-\u9fff]+"
 _VALUES = r"least|most|more|less|fewer|over|under|above|below|up|not?|n?or|plus|minus|times \w+|"
@@ -52,14 +52,19 @@ _VALUES += r"fif|six|seven|eigh|nin|ten|eleven|twelf|\w+(?:teen|tie|red|sand|ill
 _INSIDE = r"((?:[^{}]|\{[^{}]*\})*?)"
 _TEXT = rf"(?:\\(?:text[a-z]*|mathrm|.box|rm|oper[a-z]*)\s*\{{|(?<![c}}_^])\{{\s*\\rm~){_INSIDE}\}}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
-_VALUE = rf"[^⟧]*(?:\b(?i:{_VALUES})\b|\b[kKMB] [a-z]|[=约至不负半十百万亿对双打])"
+_VALUE = rf"[^⟧]*(?:\b(?i:{_VALUES})\b|\b[kKMB] [a-z]{{3}}|[=约至不负半十百万亿对双打])"
 _UNIT = rf"(?=[^⟧]*(?<![A-Za-z])(?:{_UNITS})(?![A-Za-z]))[^⟧]*⟧{_POWER}"
 _UNIT = rf"⟦(?!{_VALUE}|(?:[^⟧]*\s)?[-+]?\.?\d){_UNIT}"  # not 5 cm
 _UNIT = rf"\s*{_UNIT}(?:[\s/*]*{_UNIT})*"
 _AFTER_VALUE = r"(?<=[^\W_]|[.)}\]!%°])"
-_ORDINAL = r"(?:\^\s*\{?\s*⟦\s*(?:st|nd|rd|th)\s*⟧\s*\}?|(?<=\d)(?:⟦\s*)?(?:st|nd|rd|th)\b)"
-_ORDINAL += rf"(?:\s*⟦?(?!{_VALUE})[A-Za-z\s]*(?:⟧|\Z))?"
-_CONDITION = r"\A([^⟦]*[^⟦\s,(])[\s,(]*(?:(?:⟦[\s,(]*)?\b(?:for|where)\b|\\forall~)[^⟦;=]*\Z"
+_ORDINAL = rf"\^\s*\{{?\s*⟦\s*(?:st|nd|rd|th)\s*⟧\s*\}}?(?:\s*⟦(?!{_VALUE})[^⟧]*⟧)?"
+# The whole answer, because the letters of 2nd + 1 are variables.
+_BARE_ORDINAL = r"\A(\d*1(?=st)|\d*2(?=nd)|\d*3(?=rd)|\d+(?=th))"
+_BARE_ORDINAL += rf"[a-z]{{2}}\b(?!{_VALUE})[A-Za-z\s⟦⟧]*\Z"
+# Behind the one value of an answer: for all x, where s > -a. Not in: x for x > 1, 0 otherwise.
+_CONDITION = r"\A([^⟦]*[^⟦\s,(])[\s,(]*(?:(?:⟦[\s,(]*)?\b(?:for|where)\b|\\forall~)"
+_CONDITION += r"(?!.*\b(?:and|or|each|every|otherwise|else)\b)"
+_CONDITION += r"(?:[A-Za-z\s⟧]*|(?:[^,;=⟦(]|\([^()]*\))*[<>≤≥≠∈](?:[^,;=⟦(]|\([^()]*\))*)\Z"
 _NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # no factor follows: in 5 ft 6 in one does
 _WORDS = rf"(?<=[\d.)}}%])(\s+(?!(?:mod|{_FUNCTION_NAMES})\b)"
 _WORDS += r"(?:(?:sq|cu)\.?\s+[A-Za-z]+|[A-Za-z]{3,})\b"
@@ -75,7 +80,7 @@ _MATRIX = r"\s*\{(?:[pb]?(?:small)?matrix|array|cases|aligned|align\*?)\}(?:\s*\
 _ITEM = r"((?:(?!\\[{}])[^,;∨∧∪±])*)"
 _PLUS_MINUS = rf"(?:(?<![^,;∨∧∪±])|(?<=\\[{{}}])){_ITEM}±{_ITEM}"
 # \dot x and dx/dt become x'. What x depends on is dropped.
-_DOT = r"\\(d?)dot~\s*(?:\{([^{}]*)\}|(\\[A-Za-z]+|[A-Za-z]))"
+_DOT = r"\\(d?)dot~\s*(?:\{([^{}]+)\}|(\\[A-Za-z]+|[A-Za-z]))"
 _LEIBNIZ = r"(\\frac\s*\{\s*)?(?<![A-Za-z\\])d\s*(?:\^(\d)\s*)?(\\?[A-Za-z]+(?:_\w|_\{[^{}]*\})?)"
 _LEIBNIZ += r"\s*(?:\([a-z]\)\s*)?(?(1)\}\s*\{|/)\s*d\s*[a-z](?:\s*\^\d)?\s*(?(1)\}|(?![A-Za-z]))"
 _CAPITALS = r"(\A|[,;∨∧])\s*[({]?([A-Z])\s?([A-Z])[)}]?(?=\s*(?:[,;∨∧]|\Z))"
@@ -84,8 +89,8 @@ _MIXED = r"(?<!\d )(?<![\d.^_}/*])(\d+)(?: *\\frac *\{?(\d+)\}? *\{(\d+)\}| +(\d
 _RESIDUE = r"\A(?=.*(?:=|(?:\\p|\(\s*)mod))(?:(?!\d)[\w{}]*\s*=)?(.+?)\(?\s*(?:\\[bp]?)?mod"
 _RESIDUE += r"(?:ulo)?~[\s{]*([\w^]+)[\s})]*\Z"
 _TURNED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻][", "0123456789-()")
-_PREFIX = r"(?i:(?:the|there|it)\b[a-z ]*? (?:is|are)\b:?|(?:final )?answer(?: is\b|:):?|yes,|"
-_PREFIX += r"all integers(?=[\s⟧]*[a-z]\s*[<>≤≥]))|(?:USD?|EUR|GBP)(?=[\s⟧]*\d)"
+_PREFIX = r"(?i:(?:(?:the )?(?:final )?(?:answer|value|result)|there|it) (?:is|are)\b:?|yes,|"
+_PREFIX += r"(?:final )?answer:|all integers(?=[\s⟧]*[a-z]\s*[<>≤≥]))|(?:USD?|EUR|GBP)(?=[\s⟧]*\d)"
 _OVER = rf"(?:\{{|\A){_INSIDE}\s*\\(over|choose)~\s*{_INSIDE}(?:\}}|\Z)"
 
 # Each rule: pattern, replacement, an example, and the example after this rule. They are applied in
@@ -119,6 +124,7 @@ RULES = [
     (r"(\A|=)\s*⟦\s*(-?\d[\d.,]*)(?=\s*[A-Za-z][^⟧]*⟧[\s\d^{}]*\Z)", r"\1\2⟦", "⟦9 cm⟧", "9⟦ cm⟧"),
     (_WORDS, r"⟦\1⟧", "120 miles per hour", "120⟦ miles per hour⟧"),
     (_ORDINAL, "", "12^{⟦th⟧} ⟦grade⟧", "12"),
+    (_BARE_ORDINAL, r"\1", "12th grade", "12"),
     (_CONDITION, r"\1", "2x⟦ for ⟧x > 0", "2x"),
     (r",? ?(?:⟦[ ,]*(?:or|and) *⟧|\b(?:or|and)\b)", lambda m: "∨∧"["a" in m[0]], "1 or 2", "1∨ 2"),
     (r"(?:\{ *\} *)?\^ *(?:\{ *\\circ *\}|\\circ)|⟦ *degrees? *⟧", "°", r"30^{\circ}", "30°"),
@@ -173,7 +179,7 @@ _TOKEN = re.compile(
 def tokenize(text: str) -> list[str]:
     """Cut a cleaned text into tokens: numbers, names with their indices, commands and signs."""
     tokens = [re.sub(r"[\s{}]", "", t) if "_" in t else t for t in _TOKEN.findall(text)]
-    # I(0) becomes I_0, x(t) becomes x, and x'_0 becomes x_0'.
+    # I(0) becomes I_0, x(t) becomes x, also where it is a product, and x'_0 becomes x_0'.
     tokens = [t.replace("(0)", "_0").replace("(t)", "") for t in tokens]
     tokens = [re.sub(r"('+)(_\w+)", r"\2\1", t) for t in tokens]
     return [t[1:] if t[1:] in _COMMANDS else t for t in tokens if t != "%"]

@@ -17,7 +17,8 @@ EQUAL = r"""
 11,\! 111,\! 111,\! 100 | 11111111100 | 11,111,111,100 | 11{,}111{,}111{,}100
 17.5\% | 17.5 | 17.5 percent | 17.5\text{ percent} | 0.175 | 17.5\% \text{ increase}
 5 | $5.$ | 5\ \mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5元 | 5 = x | 2 + 3 = 5 | 5\text{ sec}
-5 | \overline{AB} = 5 | A'B' = 5 | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7) | 5 cm | 5kg | 5 km/h
+6 | A'B' = 6
+5 | \overline{AB} = 5 | \text{Distance} = 5 \text{ km} | S_{10} ≡ 5 (mod 7) | 5 cm | 5kg | 5 km/h
 15 | 15\mbox{ cm}^2 | 5 \text{ cm} \times 3 \text{ cm}
 3.8\times 10^{33}\,\mathrm{erg\,s^{-1}} | 3.8e33
 5 \sqrt[3]{4} | 5\cdot 4^{1/3}
@@ -70,6 +71,9 @@ x = 1, y = 2 | (y = 2, x = 1) | \left\{ \begin{array}{cl} x & = & 1 \\ y & = & 2
 (0, 2), (0, -2) | (0, \pm 2)
 (3, 0, -2) | 3\hat{\mathbf{i}} - 2\hat{\mathbf{k}} | \frac{1}{2}(6\vec{i} - 4\vec{k})
 42 | \text{The answer is } 42 | The final answer is: 42. | \text{Answer: 42} | {\bf 42} | \large 42
+-\frac{x}{y} | \frac{dy}{dx} = -\frac{x}{y} | y' = -\frac{x}{y}
+\sqrt{2} | \sin x + \cos x = \sqrt{2}
+300 | 300 \text{ K at equilibrium}
 6x | \frac{dy}{dx} = 6x | \frac{\mathrm{d}y}{\mathrm{d}x} = 6x | \frac{\partial f}{\partial x} = 6x
 45 | USD 45 | \text{USD } 45 | US\$45 | 45 USD | \pounds 45 | EUR 45
 3 \times 4 | 3 × 4 | $3\times4$. | 3 \cdot 4
@@ -143,6 +147,21 @@ LC y'' + y = x | y'' + y = x | LC y' + y = x | 0
 y' + y = 0 | 0
 C_1 e^t + C_2 t | C_1 (e^t + t) | C_1 e^t | C_1 e^t + 2 C_2 t
 \frac{C_1}{C_1 + C_2} | \frac{C_2}{C_1 + C_2}
+\frac{c}{\sqrt{2}} | \frac{c^2}{\sqrt{2}} | \frac{1}{\sqrt{2}} | c
+m c^2 | m c^3 | 2 m c^2 | m c
+2RC + R + C | 2RC + R + C^2 | 2RC^2 + R + C
+C_1 C_2 | C_1^2 C_2
+\frac{dC}{dt} = -kC | \frac{dC}{dt} = -kC^2 | \frac{dC}{dt} = kC
+V\dot C = Q(C - C_0) | V\dot C = Q(C_0 - C)
+2st | 2
+x^2 - 2st | x^2 - 2
+3 | 3 \text{ for Alice, 4 for Bob} | 3 \text{ for Alice and 4 for Bob} | 3 \text{ for each 2}
+n-1 | n-1 for odd n and n for even n | n-1 for n > 3, otherwise n | n-1 for n > 3, 2n
+7 | e^x = 7 | x^n = 7 | \text{The square of the answer is } 7 | x = 7, x > 8
+2x | \frac{y}{z} = 2x | y + z = 2x | PV = 2x
+123456789012.5 | 123456789012.6
+m \pi r^2 | n \pi r^2
+f(x)=x, f(x)=2-x | f(x)=x, f(y)=2-x
 f(z) = z | f(y) = 2y | g(x) = x | f(z) = x
 4 | 4 \text{K people} | 4 \text{ million people} | 4 x 10^2
 3Y + 1 | 2X = 3Y + 1 | ab = 3Y + 1 | X + Y = 3Y + 1
@@ -157,20 +176,21 @@ k \ge 2 | \text{All integers } k \ge 3
 # What the right answer, the first of each line, decides.
 COUNTS = r"""
 10^{3},10 | (1000, 10) | x = 1000, y = 10 | y = 10, x = 1000 | 10, 1000 | (x, y) = (1000, 10)
-2,4,3 | (2, 4, 3) | T(10) = 2, T(11) = 4, T(12) = 3 | \{2, 4, 3\}
+2,4,3 | (2, 4, 3) | T(10) = 2, T(11) = 4, T(12) = 3 | \{2, 3, 4\}
 1,-1,7,-7 | 7, -7, 1, -1
 -5,7 | x_1 = 7, x_2 = -5
 \angle A = 90, \angle B = 90 | 90^\circ | \angle A = \angle B = 90 | 90, 90
 -2,-2 | -2 | a = b = -2
-\frac{1}{s+a} | \frac{1}{s+a}, s > -a | \frac{1}{s+a} (s > -a)
+5 | 5, 5.0
+0, 2, -3 | x = -3, x = 0, x = 2
+5, 3 | \text{width} = 3, \text{length} = 5
 """
 DOES_NOT_COUNT = r"""
 10^{3},10 | (10, 1000) | x = 10, y = 1000
 (1000, 10) | 1000, 10
-2,4,3 | 2, 3, 4 | 4, 3, 2 | \{2, 3, 4\}
+2,4,3 | 2, 3, 4 | 4, 3, 2 | (2, 3, 4)
 19,0,1 | x = 0, y = 19, z = 1
 -2,-2 | -2, 2 | 2
--2 | -2, -2
 """
 
 
@@ -236,6 +256,7 @@ def test_limits_on_the_page(answer, gold, counts):
         (r"\[\boxed{3}, \quad \boxed{4} \quad \text{and} \quad \boxed{5}\]", "3, 4, 5"),
         (r"$\boxed{1}$ and $\boxed{2}$. So the sum is 3.", "2"),
         (r"First \boxed{9}. Then \boxed{1} and \boxed{1}", "1"),
+        (r"\boxed{2}, \boxed{4}, \boxed{2} (each above 1.5)", "2, 4, 2"),
         (r"\boxed{1} \boxed{\frac{2}{3}", "1"),
         (r"\boxed{\boxed{3}}", "3"),
         (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
@@ -326,7 +347,7 @@ FRAGMENTS = r"""
 \right \text{ \begin{pmatrix} \end{pmatrix} & \\ \lfloor \rfloor \lfloor(1,2)\rfloor \infty \pi
 e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √ ² \overline
 \equiv \pmod{7} \text{m}=\text{n}
-\boxed{ \cdot \dot{x} nan np. （1， 5元 (B) option
+\boxed{ \cdot \dot{x} \dot{} nan np. （1， 5元 (B) option
 """.split()
 
 
@@ -356,7 +377,7 @@ PIECES = r"""
 9^ 500! 9^{2000} \frac{1}{7^{2000}}+ \frac{1}{7^{800}}+\frac{1}{11^{700}}- \sin9^{2000} n+ x=y=
 n^{400}/7^{300}+ x^{240} (\pm1,\{ 5metres m+ f(x)=x, x<1or |1 1& _\text{ x=( x=\{ =\lim{a ⟦
 ½ x∈ x∪ x<1and 5\text{cats {\over {\rm \\[4pt] \frac{\text{m}}{\text{ \lfloor ]1, 3! ⁻ \sin3°
-\begin{cases} \{\begin{array} \{\emptyset \hat{i}+ 3\times
+C_{10}+ \begin{cases} \{\begin{array} \{\emptyset \hat{i}+ 3\times
 """.split()
 NESTED = [("{", 5_000, "}"), ("(", 280, ")"), (r"x=\{", 90, r"\}"), (r"\sqrt{", 80, "}")]
 COSTLY = r"""
