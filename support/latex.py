@@ -69,7 +69,7 @@ _NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # no factor follows: in 5 ft 6 in on
 _WORDS = rf"(?<=[\d.)}}%])(\s+(?!(?:mod|{_FUNCTION_NAMES})\b)"
 _WORDS += r"(?:(?:sq|cu)\.?\s+[A-Za-z]+|[A-Za-z]{3,})\b"
 _WORDS += r"(?:[A-Za-z\s/*]|\^\s*(?:\{\s*-?\d\s*\}|-?\d))*"
-_WORDS += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|k?Pa|k[JN]|[kM]?eV|Å)\b"
+_WORDS += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|k?Pa|k[JN]|[kM]?eV|Å|m(?=/s)|g(?=/cm))\b"
 _WORDS += rf"(?:/[A-Za-z]+)?{_POWER}"
 _WORDS += r"|[\u4e00-\u9fff]+)\s*\Z"
 # Words stay in ⟦⟧, because the product of their letters makes east equal to seat.

@@ -88,6 +88,7 @@ f(z) = z, f(z) = -z | f(x) = -x, f(x) = x
 x = \frac{\pi}{6} + k\pi | x = \frac{\pi}{6} + \pi n
 4080 | 4080 \text{ Å} | 4080\,\AA | 4080 Å | 4.08 x 10^3 | 4.08x10^{3}
 12 | 12^{\text{th}} \text{ grade} | 12th | 12\text{th grade} | \text{Yes, } n = 12
+12 | 12 m/s | 12 m/s^2 | 12 g/cm^3
 12 | \text{There are } 12 \text{ ways} | The value is 12 | 12 kcal m⁻² yr⁻¹
 \frac{2C}{3S} | MRS = \frac{2C}{3S} | \text{MRS}_{S,C} = \frac{4C}{6S} = \frac{2C}{3S}
 \frac{1}{s+a} | H(s) = \frac{V_o(s)}{V_i(s)} = \frac{1}{s+a} | \frac{1}{s+a} \text{ (for } s > -a)
