@@ -410,7 +410,7 @@ def _equal(a: tuple[str, ...], b: tuple[str, ...]) -> bool:
         values = _values(a, fixed), _values(b, fixed)
         if all(map(_same, *values)) or _proportional(*values):
             return True
-        families = [] if fixed else list(zip(_families(a), _families(b)))
+        families = list(zip(_families(a), _families(b)))
         return families != [] and all(_same(x, y) for x, y in families)
     return False
 

@@ -385,6 +385,7 @@ COSTLY = r"""
 9^{9^{9^9}} 2^{10^7} 1e999999999 1000000000! \frac{1}{0} 0^0 NaN __import__('os').system('echo')
 """.split()
 COSTLY += ["\0" * 580, "7" * 100_000, "5" + " " * 570 + "mod !"]
+COSTLY += ["+".join(rf"C_{{{n}}}" for n in range(10, 88)) + r"+\pi k+100,200%"]
 COSTLY += ["+".join(rf"{n}^-{1_000 - 4 * n}" for n in range(11, 90) if n % 2 and n % 3)]
 COSTLY += [r"\boxed{5}" + "{" * 2_000_000, "{" * 2_000_000, "Answer: 5\n" * 200_000]
 COSTLY += [r"\boxed{" * 280_000, r"\boxed{}" * 250_000, (r"\boxed" + " " * 60) * 30_000]
@@ -396,7 +397,8 @@ def test_hostile_input_is_read_quickly(length):
     for piece in PIECES + FRAGMENTS:
         texts += [piece * (length // len(piece) - 1) + end for end in ("", "5")]
     for text in texts:
-        for response, gold in ((boxed(text), "5"), (boxed("0 + " + text), text), (text, "5")):
+        right = [(boxed(text), "5"), (boxed("0 + " + text), text), (boxed(text), "C + " + text)]
+        for response, gold in [*right, (text, "5")]:
             start = time.process_time()
             is_correct(response, gold)
-            assert time.process_time() - start < 1, text[:50]  # 0.2 seconds here; slow cores, too
+            assert time.process_time() - start < 0.6, text[:50]  # three times what is needed
