@@ -313,10 +313,10 @@ def _same(a, b) -> bool:
     if forms == 2 and a.name and b.name:
         return a.name == b.name and _same(a.parts[-1], b.parts[-1])
     kinds = [getattr(x, "kind", "") for x in (a, b)]
-    for x, y in ((a, b), (b, a)):  # 90 and 90, 90
-        if getattr(x, "kind", "") in ("", "=") and getattr(y, "kind", "") == ",":
-            if all(_same(_bare(x), _bare(part)) for part in y.parts):
-                return True
+    if "," in kinds and {*kinds} & {"", "="}:  # 90 and 90, 90
+        one, several = (a, b) if kinds[1] == "," else (b, a)
+        if all(_same(_bare(one), _bare(part)) for part in several.parts):
+            return True
     if forms == 2 and all(getattr(part, "kind", "") == "=" for part in a.parts + b.parts):
         kinds = ["∧" if kind in ("()", "[)") else kind for kind in kinds]  # the rows of a system
     if kinds == ["()", ","]:
@@ -393,10 +393,10 @@ def _families(tokens: tuple[str, ...]) -> list[_Form]:
     with more than six, the list is empty.
     """
     constants = {token for token in tokens if re.fullmatch(r"[cC](_[1-9]\d*)?", token)}
+    if not 0 < len(constants) < 7:
+        return []
     families = []
-    for kept in (
-        [set(), constants, *({name} for name in constants)] if 0 < len(constants) < 7 else []
-    ):
+    for kept in [set(), constants, *({name} for name in constants)]:
         new = {name: "constant" if name in kept else "zero" for name in constants}
         families.append(_values(tuple(new.get(token, token) for token in tokens)))
     return [_Form("{}", list(values)) for values in zip(*families)]

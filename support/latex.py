@@ -51,7 +51,8 @@ _VALUES += r"fif|six|seven|eigh|nin|ten|eleven|twelf|\w+(?:teen|tie|red|sand|ill
 # Patterns of RULES. There, ⟦...⟧ is the content of \text{...}, or words without it.
 _INSIDE = r"((?:[^{}]|\{[^{}]*\})*?)"
 _TEXT = rf"(?:\\(?:text[a-z]*|mathrm|.box|rm|oper[a-z]*)\s*\{{|(?<![c}}_^])\{{\s*\\rm~){_INSIDE}\}}"
-_POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
+_EXPONENT = r"\^\s*(?:\{\s*-?\d\s*\}|-?\d)"
+_POWER = rf"(?:\s*{_EXPONENT})?"
 _VALUE = rf"[^⟧]*(?:\b(?i:{_VALUES})\b|\b[kKMB] [a-z]{{3}}|[=约至不负半十百万亿对双打])"
 _UNIT = rf"(?=[^⟧]*(?<![A-Za-z])(?:{_UNITS})(?![A-Za-z]))[^⟧]*⟧{_POWER}"
 _UNIT = rf"⟦(?!{_VALUE}|(?:[^⟧]*\s)?[-+]?\.?\d){_UNIT}"  # not 5 cm
@@ -67,8 +68,7 @@ _CONDITION += r"(?!.*\b(?:and|or|each|every|otherwise|else)\b)"
 _CONDITION += r"(?:[A-Za-z\s⟧]*|(?:[^,;=⟦(]|\([^()]*\))*[<>≤≥≠∈](?:[^,;=⟦(]|\([^()]*\))*)\Z"
 _NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # no factor follows: in 5 ft 6 in one does
 _WORDS = rf"(?<=[\d.)}}%])(\s+(?!(?:mod|{_FUNCTION_NAMES})\b)"
-_WORDS += r"(?:(?:sq|cu)\.?\s+[A-Za-z]+|[A-Za-z]{3,})\b"
-_WORDS += r"(?:[A-Za-z\s/*]|\^\s*(?:\{\s*-?\d\s*\}|-?\d))*"
+_WORDS += rf"(?:(?:sq|cu)\.?\s+[A-Za-z]+|[A-Za-z]{{3,}})\b(?:[A-Za-z\s/*]|{_EXPONENT})*"
 _WORDS += r"|\s*(?:[ckm]m|[km]g|m[lLs]|ft|lb|oz|hr|Hz|k?Pa|k[JN]|[kM]?eV|Å|m(?=/s)|g(?=/cm))\b"
 _WORDS += rf"(?:/[A-Za-z]+)?{_POWER}"
 _WORDS += r"|[\u4e00-\u9fff]+)\s*\Z"
