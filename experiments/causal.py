@@ -75,13 +75,13 @@ def measure(model: str, batches: Sequence[int]) -> Lines:
     task = stapo.load_task(cfg)
     policy, _, _ = stapo.load_models(cfg, task.tokenizer, checkpoint=None)
     name = "base model" if model == str(runs.TINY) else "after a run"
-    made = []
+    made, began = [], runs.now()
     for number in batches:
         batch, _ = stapo.collect(policy, None, task, number + 1, cfg)
         for tokens, chosen in token_sets(batch, number).items():
             if chosen.any():
                 numbers = one_step(policy, batch, chosen)
-                made.append(runs.line(f"{name}: {tokens}", number, numbers))
+                made.append(runs.line(f"{name}: {tokens}", number, numbers, began))
     return made
 
 

@@ -84,8 +84,11 @@ def measure_all(states: list[State], args: argparse.Namespace) -> Lines:
         base = shlex.quote(str(args.output.parent / state.folder))
         folder = runs.named(f"{state.row}-{state.seed}", args.output)
         words = shlex.split(f"{flags.replace('{base}', base)} {args.more}")
+        if not folder.exists():
+            runs.note_beginning(folder)
         runs.call(["scripts/credit.py", *words, "--output", folder])
-        return [compact(state, row) for row in runs.read_rows(folder / "credit.jsonl")]
+        rows = runs.read_rows(folder / "credit.jsonl")
+        return [compact(state, row) | runs.beginning(folder) for row in rows]
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(make_base, dict.fromkeys((state.base, state.folder) for state in states)))

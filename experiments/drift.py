@@ -82,8 +82,9 @@ def measure(folder: Path) -> dict[str, float]:
     lines = runs.read_metrics(folder)
     rows = runs.read_rows(folder / "held-out" / "samples.jsonl")
     boxes = [row["answer"] for row in rows if row["decoding"] == "training"]
+    entropy = dict(enumerate((line["entropy"] for line in lines), start=1))
     return {
-        **{f"entropy, {step}": lines[step - 1]["entropy"] for step in (1, 40, 80)},
+        **{f"entropy, {step}": entropy.get(step) for step in (1, 40, 80)},
         "entropy, end": lines[-1]["entropy"],
         "rare, %": 100 * lines[-1]["low_prob_fraction"],
         "no box, %": 100 * boxes.count(None) / len(boxes),
@@ -110,18 +111,25 @@ def report(lines: Lines) -> str:
 
 
 def report_criterion(lines: Lines) -> str:
-    """Both endpoints of experiments/drift-protocol.md, with 95 % intervals over the seeds."""
+    """Both endpoints of experiments/drift-protocol.md, and responses without a box.
+
+    Intervals are 95 % intervals over the seeds.
+    """
     rows: runs.Rows = {row: {} for row in CRITERION}
     for line in split(lines)[1]:
-        entropy = fmean(line["steps"]["entropy"][-10:])
-        end = {"entropy, last ten steps": entropy, "ln entropy": math.log(entropy)}
-        end["end / start"] = line["numbers"]["entropy, end"] / line["numbers"]["entropy, 1"]
-        rows[line["row"]][line["seed"]] = line["numbers"] | end
+        numbers = line["numbers"]
+        entropy, no_box = fmean(line["steps"]["entropy"][-10:]), numbers["no box, %"]
+        numbers["entropy, last ten steps"] = entropy
+        numbers["end / start"] = numbers["entropy, end"] / numbers["entropy, 1"]
+        numbers["entropy, ratio"] = math.log(entropy)
+        numbers["no box, ratio"] = math.log(no_box) if no_box else None
+        rows[line["row"]][line["seed"]] = numbers
     held_out = ["held out at T = 1", "held out at T = 0.7"]
-    own = {"entropy, last ten steps": ".2f", "end / start": "95 .2f"}
+    own = {"entropy, last ten steps": ".2f", "end / start": "95 .2f", "no box, %": ".1f"}
     arms = table(own | dict.fromkeys(held_out, ".1f"), rows)
     first = rows.pop("STAPO, q 0.5")
-    tested = {"ln entropy": "95 +.2f"} | dict.fromkeys(held_out, "95 +.1f")
+    tested = {"entropy, ratio": "ratio .2f", "no box, ratio": "ratio .1f"}
+    tested |= dict.fromkeys(held_out, "95 +.1f")
     gaps = {f"{row} minus STAPO": runs.minus(rows[row], first, tested) for row in rows}
     return f"{arms}\n\n{table(tested, gaps)}"
 
@@ -134,9 +142,23 @@ def figure(lines: Lines, file: Path) -> None:
     runs.draw(file, {"entropy, nats": short, "entropy, nats: seed 10": long}, "step")
 
 
+def figure_criterion(lines: Lines, file: Path) -> None:
+    """Entropy and the share of rare tokens by the step, of the three arms."""
+    arms = {row.replace("entropies", "entropy"): row for row in CRITERION}
+    lines, panels = split(lines)[1], {}
+    for title, metric in {
+        "entropy, nats": ("entropy", 1),
+        "rare, % of tokens with +1": ("low_prob_fraction", 100),
+    }.items():
+        panels[title] = {label: by_step(lines, row, *metric) for label, row in arms.items()}
+    runs.draw(file, panels, "step")
+
+
 PARTS = {
     "drift": Part(runs.list_runs(ROWS, FLAGS, BASE, HELD_OUT), report, figure),
-    "criterion": Part(runs.list_runs(CRITERION, FLAGS, BASE, HELD_OUT), report_criterion),
+    "criterion": Part(
+        runs.list_runs(CRITERION, FLAGS, BASE, HELD_OUT), report_criterion, figure_criterion
+    ),
 }
 
 if __name__ == "__main__":

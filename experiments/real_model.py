@@ -114,8 +114,8 @@ def report_errs(lines: Lines) -> str:
     rows = {name: rows_of(lines).get(f"{SHARE} % turned over, {name}", {}) for name in ARMS}
     every = {f"{name}, {seed}": {seed: rows[name][seed]} for name in ARMS for seed in rows[name]}
     for numbers in [numbers for its in rows.values() for numbers in its.values()]:
-        numbers["ln entropy"] = math.log(numbers["entropy, last ten"])
-    tested = {"ln entropy": "95 +.2f", "held out at T = 0.7": "95 +.1f"}
+        numbers["entropy, ratio"] = math.log(numbers["entropy, last ten"])
+    tested = {"entropy, ratio": "ratio .2f", "held out at T = 0.7": "95 +.1f"}
     stapo, *others = rows
     gaps = {f"{row} minus STAPO": runs.minus(rows[row], rows[stapo], tested) for row in others}
     own = COLUMNS | dict.fromkeys(("far is far at T = 1", "far is far at T = 0.7"), ".1f")

@@ -1,8 +1,9 @@
 """What the experiments share: runs of stapo.py become lines of a file, and these lines tables.
 
 `main` makes the runs that are not there yet. It writes a line for each run into
-experiments/results/NAME.jsonl: flags, seed, processor, versions, numbers, and curves. All tables
-are made from these lines alone. They are printed, and written into NAME.md beside the lines:
+experiments/results/NAME.jsonl: flags, seed, processor, versions, numbers, curves, and when and from
+which commit the run began. All tables are made from these lines alone. They are printed, and
+written into NAME.md beside the lines:
 
     python experiments/NAME.py            # makes the runs, then the tables
     python experiments/NAME.py --table    # makes the tables
@@ -23,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from support import installed  # noqa: E402
 
 METHODS = {  # the names in the tables
@@ -104,12 +106,32 @@ def make(program: str, folder: Path, evaluation: str = "") -> None:
         call([*words[:first_flag], "--resume", partial])
     else:
         shutil.rmtree(partial, ignore_errors=True)
+        note_beginning(folder)
         call([*words, "--output", partial])
     if evaluation:
         model, results = max(partial.glob("checkpoints/step_*")), partial / "held-out"
         call(["eval.py", *shlex.split(evaluation), "--model", model, "--output", results])
         shutil.rmtree(partial / "checkpoints")
     partial.rename(folder)
+
+
+def now() -> dict[str, str]:
+    """The commit of the code, and the time (UTC). "-dirty": some code is not committed."""
+    command = "git describe --always --dirty --abbrev=10"
+    said = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    return {"commit": said.stdout.strip(), "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
+
+
+def note_beginning(folder: Path) -> None:
+    """Write beside a run's folder when it begins: the run itself wants an empty folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.with_name(f"{folder.name}.began").write_text(json.dumps(now()))
+
+
+def beginning(folder: Path) -> dict[str, str]:
+    """The commit and the time at which the run of a folder began, if they were noted."""
+    note = folder.with_name(f"{folder.name}.began")
+    return json.loads(note.read_text()) if note.exists() else {}
 
 
 def call(program: list[str | Path]) -> None:
@@ -168,8 +190,10 @@ def mean_of(lines: list[dict], key: str) -> float:
     return fmean(line[key] for line in lines if line[key] is not None)
 
 
-def line(row: str, seed: int, numbers: dict[str, float | None]) -> dict[str, Any]:
-    """A line of the results: a run's numbers, the processor and the versions."""
+def line(
+    row: str, seed: int, numbers: dict[str, float | None], began: dict[str, str]
+) -> dict[str, Any]:
+    """A line of the results: a run's numbers, the processor, the versions and its beginning."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if file.exists() else ""
     found = re.search(r"model\s*: (\d+)\s*model name\s*: (.*)", text)
@@ -178,6 +202,7 @@ def line(row: str, seed: int, numbers: dict[str, float | None]) -> dict[str, Any
         "seed": seed,
         "processor": f"{found[2].strip()}, model {found[1]}" if found else platform.processor(),
         "versions": installed(),
+        **began,
         "numbers": {name: short(value) for name, value in numbers.items()},
     }
 
@@ -220,18 +245,21 @@ def markdown(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def cell(values: list[float], form: str) -> str:
     """`7.0 ± 0.3`: the mean and its standard error. `form` is a format such as `.1f` or `+.1f`.
 
-    `mean .1f` is the mean, `each .1f` all values, `95 .1f` the mean and its 95 % interval.
+    `mean .1f` is the mean, `each .1f` all values, `95 .1f` the mean and its 95 % interval. `ratio
+    .2f` shows logarithms as the ratio that they mean: the geometric mean and its 95 % interval.
     """
     *show, form = form.split()
     if show == ["each"]:
         return " ".join(f"{value:{form}}" for value in values)
     mean = fmean(values)
+    scale = math.exp if show == ["ratio"] else float
     if show == ["mean"] or len(values) == 1:
-        return f"{mean:{form}}"
+        return f"{scale(mean):{form}}"
     error = stdev(values) / len(values) ** 0.5
-    if show == ["95"]:
+    if show in (["95"], ["ratio"]):
         half = T_95[len(values)] * error
-        return f"{mean:{form}} ({mean - half:{form}} to {mean + half:{form}})"
+        low, high = scale(mean - half), scale(mean + half)
+        return f"{scale(mean):{form}} ({low:{form}} to {high:{form}})"
     return f"{mean:{form}} ± {error:{form.removeprefix('+')}}"
 
 
@@ -300,17 +328,26 @@ def by_step(lines: Lines, row: str, key: str, unit: float = 1) -> dict[float, li
 
 
 def draw(file: Path, panels: dict[str, Curves], x_label: str) -> None:
-    """Draw means over runs, with bands from the lowest to the highest run; panels by the title."""
+    """Draw means over runs, with bands from the lowest to the highest run; panels by the title.
+
+    A method has its colour of scripts/figures.py, also with a setting behind a comma in its label.
+    A second line of a method is dashed.
+    """
+    import figures
     from matplotlib.figure import Figure
 
+    colors = {name: figures.METHODS[method][1] for name, method in METHODS.items()}
     picture = Figure(figsize=(2.2 * len(panels), 2.5), layout="constrained")
     lines: dict[str, Any] = {}  # by the label
     for place, (title, curves) in enumerate(panels.items(), start=1):
         axis = picture.add_subplot(1, len(panels), place)
         for label, curve in curves.items():
             xs, runs = list(curve), list(curve.values())
-            color = lines[label].get_color() if label in lines else f"C{len(lines)}"
-            (lines[label],) = axis.plot(xs, [fmean(values) for values in runs], color=color)
+            color = colors[label.partition(",")[0]]
+            others = [line.get_color() for name, line in lines.items() if name != label]
+            style = "--" if color in others else "-"
+            means = [fmean(values) for values in runs]
+            (lines[label],) = axis.plot(xs, means, color=color, linestyle=style)
             low, high = [min(values) for values in runs], [max(values) for values in runs]
             axis.fill_between(xs, low, high, color=color, alpha=0.2, lw=0)
         axis.set_title(title, fontsize="medium")
@@ -396,7 +433,7 @@ def main(doc: str, measure: Measure, curves: Sequence[str], parts: dict[str, Par
             if folder.exists():
                 steps = read_metrics(folder)
                 kept = {name: [short(step.get(name)) for step in steps] for name in curves}
-                numbers = line(run.row, run.seed, measure(folder))
+                numbers = line(run.row, run.seed, measure(folder), beginning(folder))
                 flags = {"flags": " ".join(run.flags.split()), "base": run.whole_base()}
                 made.append(numbers | flags | {"steps": kept})
     finish(args, made, parts)

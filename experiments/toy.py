@@ -74,10 +74,10 @@ if __name__ == "__main__":
     parts = {"toy": Part([], report)}
     args = runs.make_parser(__doc__, parts).parse_args()
     torch.set_num_threads(1)
-    made = []
+    made, began = [], runs.now()
     for seed in [] if args.table else args.seeds or range(32):
         for optimizer in OPTIMIZERS:
             for method in METHODS:
                 numbers = {"right, %": train(method, optimizer, seed)}
-                made.append(runs.line(f"{optimizer}, {method}", seed, numbers))
+                made.append(runs.line(f"{optimizer}, {method}", seed, numbers, began))
     runs.finish(args, made, parts)

@@ -173,6 +173,7 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
     if name not in ("causal", "toy"):
         small = "--batch_size 4 --mini_batch_size 2 --group_size 4 --max_new_tokens 16"
         small += " --tokens 4 --controls 4" * (name == "credit")
+        small += " --steps 3" * (name == "drift")  # fewer than the steps that its table shows
         flags += ["--output", f"{tmp_path}/runs", "--more", small]
     # What these two begin from takes minutes: here hardly a model, and one before any training.
     openings.make_base(tmp_path / "runs" / "experiments-openings.py-base", steps=2)
@@ -181,6 +182,8 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
     table = [line for line in printed(name, *flags) if line.startswith("|")]
     lines = read_rows(tmp_path / "results.jsonl")
     assert lines and all(line.get("numbers") or line["V"] is not None for line in lines)
+    assert all(re.fullmatch(r"2\d{3}-\d\d-\d\d \d\d:\d\d", line["began"]) for line in lines)
+    assert all("commit" in line for line in lines)
     assert any(row.startswith("| ") for row in table)
     if made := sorted(tmp_path.glob("runs/*/metrics.jsonl")):
         times = [file.stat().st_mtime_ns for file in made]
