@@ -36,6 +36,7 @@ from support import InputError, progress, ranks
 from support.models import gathered
 from support.run import Parser, checkpoints, flags_of_run
 
+QUADRANTS = (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high"))  # p and H
 SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
 BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-level BPE's pieces
 
@@ -162,11 +163,16 @@ def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
     return text
 
 
+def quadrant(t: dict[str, Tensor], p: str, h: str) -> Tensor:
+    """The tokens with "low" or "high" p and H: (N,) bool."""
+    return (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))
+
+
 def quadrants(t: dict[str, Tensor], all_tokens: int) -> str:
     """Return the taxonomy of Sec. 3.2 as a Markdown table."""
     rows = [["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]]
-    for p, h in (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high")):
-        here = (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))  # (N,)
+    for p, h in QUADRANTS:
+        here = quadrant(t, p, h)
         name = f"{p} p, {h} H" + (" (silenced)" if p == h == "low" else "")
         count = int(here.sum())
         norm = f"{t['norm'][here].mean():.3f}" if count else "-"
@@ -176,19 +182,35 @@ def quadrants(t: dict[str, Tensor], all_tokens: int) -> str:
 
 
 def draw_gradients(t: dict[str, Tensor], cfg: stapo.Config, file: Path) -> None:
-    """Draw the gradient norm over the probability, coloured by entropy; low p on top."""
+    """Draw the gradient norm over p, and the quadrants of p and H; tokens of low p on top."""
     drawn = t["low_p"].long().argsort(stable=True)
     p, norm, silenced = t["p"][drawn].clamp(min=1e-12), t["norm"][drawn], t["silenced"][drawn]
-    fig = Figure(figsize=(8, 4.5), layout="constrained")
-    ax = fig.add_subplot()
+    entropy, tau_p = t["entropy"][drawn], max(cfg.tau_p, 1e-12)
+    panels = {
+        "gradient norm |A| √(1 − 2p + Σπ²)": (norm, entropy, "entropy H (nats)"),
+        "entropy H (nats)": (entropy, norm, "gradient norm"),
+    }
+    fig = Figure(figsize=(11, 4.5), layout="constrained")
     halo = {"color": "#D55E00", "s": 26, "linewidths": 0, "label": "silenced: p < τp, H < τh"}
-    ax.scatter(p[silenced], norm[silenced], **halo)
-    dots = ax.scatter(p, norm, c=t["entropy"][drawn], s=9, linewidths=0, cmap="viridis")
-    fig.colorbar(dots, ax=ax, label="entropy H (nats)")
-    ax.axvline(max(cfg.tau_p, 1e-12), color="#D55E00", linestyle="--", label=f"τp = {cfg.tau_p:g}")
-    ax.set(xscale="log", xlabel="token probability p", ylabel="gradient norm |A| √(1 − 2p + Σπ²)")
-    ax.set_title(f"{cfg.model}: tokens with A > 0", parse_math=False)
-    fig.legend(loc="outside lower left", ncols=2)
+    for place, (title, (height, shade, shade_title)) in enumerate(panels.items(), start=1):
+        ax = fig.add_subplot(1, 2, place)
+        handles = [ax.scatter(p[silenced], height[silenced], **halo)]
+        dots = ax.scatter(p, height, c=shade, s=9, linewidths=0, cmap="viridis")
+        fig.colorbar(dots, ax=ax, label=shade_title)
+        handles.append(ax.axvline(tau_p, color="#D55E00", ls="--", label=f"τp = {cfg.tau_p:g}"))
+        ax.set(xscale="log", xlabel="token probability p", ylabel=title)
+    band = t["threshold"].min(), t["threshold"].max()  # the last panel is that of the quadrants
+    handles.append(ax.axhspan(*band, color="#D55E00", alpha=0.3, label="τh of the mini-batches"))
+    for its_p, its_h in QUADRANTS:
+        here = quadrant(t, its_p, its_h)
+        mean = f"norm {t['norm'][here].mean():.2f}" if here.any() else ""
+        x, ha = (0.02, "left") if its_p == "low" else (0.98, "right")
+        y, va = (0.02, "bottom") if its_h == "low" else (0.98, "top")
+        text = f"{int(here.sum()):,} tokens\n{mean}"
+        ax.text(x, y, text, transform=ax.transAxes, ha=ha, va=va)
+    ax.margins(y=0.15)
+    fig.suptitle(f"{cfg.model}: tokens with A > 0").set_parse_math(False)
+    fig.legend(handles=handles, loc="outside lower left", ncols=3)
     fig.savefig(file, dpi=150)
 
 
