@@ -6,16 +6,25 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, TINY, example, in_order, read_rows
+from helpers import FLAGS, ROOT, TINY, example, in_order, lines, read_rows
 from ranks import launch
 from reference import by_loop, drawn
 
 import stapo
 from reward import load_reward
-from rollout import encode_prompt, load_model, pad_batch, sample, sampling_gap
+from rollout import (
+    encode_prompt,
+    load_model,
+    load_tokenizer,
+    pad_batch,
+    sample,
+    sampling_gap,
+    stop_ids,
+)
 from stapo import clipped_loss, group_advantages, spurious_mask, stapo_loss
 from support import ranks
 
@@ -194,6 +203,26 @@ def test_methods_of_ones_own(tmp_path, monkeypatch, method, tau_h):
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert (method == "dr-grpo") or 3 < line["silenced"] < line["candidates"] - 3
     assert line["skipped_updates"] == 0 < line["grad_norm"] and line["tau_h"] == tau_h
+
+
+def test_a_sampler_of_ones_own(tmp_path, monkeypatch):
+    """The page's file, with an engine that has its own copy of the model: stapo.py's run."""
+    model, tokenizer = load_model(str(TINY)), load_tokenizer(str(TINY))
+
+    def generate(weights, prompts, stops, max_new_tokens, seeds):
+        model.load_state_dict(weights)
+        assert stops == stop_ids(model, tokenizer)
+        sampled = sample(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seeds)
+        return [response.ids for response in in_order(sampled)]
+
+    monkeypatch.setitem(sys.modules, "engine", SimpleNamespace(generate=generate))
+    monkeypatch.setattr(stapo, "sample", stapo.sample)  # put back at the end
+    programs = {"built-in": "import stapo; stapo.main()", "own": example("own-sampler")}
+    for name, program in programs.items():
+        monkeypatch.setattr(sys, "argv", f"own.py {FLAGS} --output {tmp_path}/{name}".split())
+        exec(program, {})
+    assert stapo.sample is not sample
+    assert lines(tmp_path / "own") == lines(tmp_path / "built-in") != []
 
 
 def test_a_term_of_ones_own(tmp_path):
