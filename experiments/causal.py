@@ -75,7 +75,7 @@ def measure(model: str, batches: Sequence[int]) -> Lines:
     task = stapo.load_task(cfg)
     policy, _, _ = stapo.load_models(cfg, task.tokenizer, checkpoint=None)
     name = "base model" if model == str(runs.TINY) else "after a run"
-    made, began = [], runs.now()
+    made, began = [], runs.circumstances()
     for number in batches:
         batch, _ = stapo.collect(policy, None, task, number + 1, cfg)
         for tokens, chosen in token_sets(batch, number).items():

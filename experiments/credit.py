@@ -10,7 +10,6 @@ scripts/credit.py measures the tokens of a state. The code in experiments/README
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +18,9 @@ from typing import NamedTuple
 
 import runs
 import signs
+from credit import CANDIDATES, KINDS, estimate  # of scripts/credit.py
 from runs import Lines, Part
 from tqdm import tqdm
-
-sys.path.insert(0, str(runs.ROOT / "scripts"))
-from credit import CANDIDATES, KINDS, estimate  # noqa: E402  # of scripts/credit.py
 
 TINY = "--q 0.5 --continuations 24 --batches 200"
 BEFORE = f"{TINY} --tokens 300 --controls 150 --seed 400"

@@ -82,7 +82,7 @@ def measure(folder: Path) -> dict[str, float]:
     lines = runs.read_metrics(folder)
     rows = runs.read_rows(folder / "held-out" / "samples.jsonl")
     boxes = [row["answer"] for row in rows if row["decoding"] == "training"]
-    entropy = dict(enumerate((line["entropy"] for line in lines), start=1))
+    entropy = {line["step"]: line["entropy"] for line in lines}
     return {
         **{f"entropy, {step}": entropy.get(step) for step in (1, 40, 80)},
         "entropy, end": lines[-1]["entropy"],
@@ -130,7 +130,7 @@ def report_criterion(lines: Lines) -> str:
     first = rows.pop("STAPO, q 0.5")
     tested = {"entropy, ratio": "ratio .2f", "no box, ratio": "ratio .1f"}
     tested |= dict.fromkeys(held_out, "95 +.1f")
-    gaps = {f"{row} minus STAPO": runs.minus(rows[row], first, tested) for row in rows}
+    gaps = {f"{row} against STAPO": runs.minus(rows[row], first, tested) for row in rows}
     return f"{arms}\n\n{table(tested, gaps)}"
 
 

@@ -10,7 +10,6 @@ experiments/README.md makes FOLDER without the Hub.
 
 import math
 import re
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,8 @@ from statistics import fmean
 
 import runs
 from drift import chance
+from rewards import one_sentence
 from runs import Lines, Part, Run, mean_of, rows_of, table
-
-sys.path.insert(0, str(runs.ROOT / "scripts"))
-from rewards import one_sentence  # noqa: E402
 
 RECIPE = "@recipes/smollm2-135m-cpu --eval_every 0 --log_samples 128"
 HELD_OUT = """--benchmarks recipes/smollm2-135m-cpu.test.jsonl
@@ -117,7 +114,7 @@ def report_errs(lines: Lines) -> str:
         numbers["entropy, ratio"] = math.log(numbers["entropy, last ten"])
     tested = {"entropy, ratio": "ratio .2f", "held out at T = 0.7": "95 +.1f"}
     stapo, *others = rows
-    gaps = {f"{row} minus STAPO": runs.minus(rows[row], rows[stapo], tested) for row in others}
+    gaps = {f"{row} against STAPO": runs.minus(rows[row], rows[stapo], tested) for row in others}
     own = COLUMNS | dict.fromkeys(("far is far at T = 1", "far is far at T = 0.7"), ".1f")
     return f"{table(own, every)}\n\n{table(tested, gaps)}"
 

@@ -115,23 +115,33 @@ def make(program: str, folder: Path, evaluation: str = "") -> None:
     partial.rename(folder)
 
 
-def now() -> dict[str, str]:
-    """The commit of the code, and the time (UTC). "-dirty": some code is not committed."""
-    command = "git describe --always --dirty --abbrev=10"
+def circumstances() -> dict[str, Any]:
+    """The processor, the versions, the commit that is checked out, and the time (UTC)."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    found = re.search(r"model\s*: (\d+)\s*model name\s*: (.*)", text)
+    command = "git rev-parse --short=10 HEAD"
     said = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    return {"commit": said.stdout.strip(), "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
+    return {
+        "processor": f"{found[2].strip()}, model {found[1]}" if found else platform.processor(),
+        "versions": installed(),
+        "commit": said.stdout.strip(),
+        "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+    }
+
+
+def note_of(folder: Path) -> Path:
+    """The circumstances of a run's beginning are beside its folder, because a run begins empty."""
+    return folder.with_name(f".{folder.name}.began")
 
 
 def note_beginning(folder: Path) -> None:
-    """Write beside a run's folder when it begins: the run itself wants an empty folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.with_name(f"{folder.name}.began").write_text(json.dumps(now()))
+    note_of(folder).write_text(json.dumps(circumstances()))
 
 
-def beginning(folder: Path) -> dict[str, str]:
-    """The commit and the time at which the run of a folder began, if they were noted."""
-    note = folder.with_name(f"{folder.name}.began")
-    return json.loads(note.read_text()) if note.exists() else {}
+def beginning(folder: Path) -> dict[str, Any]:
+    return json.loads(note_of(folder).read_text())
 
 
 def call(program: list[str | Path]) -> None:
@@ -191,20 +201,11 @@ def mean_of(lines: list[dict], key: str) -> float:
 
 
 def line(
-    row: str, seed: int, numbers: dict[str, float | None], began: dict[str, str]
+    row: str, seed: int, numbers: dict[str, float | None], began: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of the results: a run's numbers, the processor, the versions and its beginning."""
-    file = Path("/proc/cpuinfo")
-    text = file.read_text() if file.exists() else ""
-    found = re.search(r"model\s*: (\d+)\s*model name\s*: (.*)", text)
-    return {
-        "row": row,
-        "seed": seed,
-        "processor": f"{found[2].strip()}, model {found[1]}" if found else platform.processor(),
-        "versions": installed(),
-        **began,
-        "numbers": {name: short(value) for name, value in numbers.items()},
-    }
+    """A line of the results: a run's numbers, and the circumstances in which it began."""
+    shown = {name: short(value) for name, value in numbers.items()}
+    return {"row": row, "seed": seed, **began, "numbers": shown}
 
 
 def short(value: float | None) -> float | None:
@@ -344,8 +345,7 @@ def draw(file: Path, panels: dict[str, Curves], x_label: str) -> None:
         for label, curve in curves.items():
             xs, runs = list(curve), list(curve.values())
             color = colors[label.partition(",")[0]]
-            others = [line.get_color() for name, line in lines.items() if name != label]
-            style = "--" if color in others else "-"
+            style = "--" if color in [line.get_color() for line in axis.lines] else "-"
             means = [fmean(values) for values in runs]
             (lines[label],) = axis.plot(xs, means, color=color, linestyle=style)
             low, high = [min(values) for values in runs], [max(values) for values in runs]

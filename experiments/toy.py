@@ -74,7 +74,7 @@ if __name__ == "__main__":
     parts = {"toy": Part([], report)}
     args = runs.make_parser(__doc__, parts).parse_args()
     torch.set_num_threads(1)
-    made, began = [], runs.now()
+    made, began = [], runs.circumstances()
     for seed in [] if args.table else args.seeds or range(32):
         for optimizer in OPTIMIZERS:
             for method in METHODS:

@@ -36,7 +36,6 @@ from support import InputError, progress, ranks
 from support.models import gathered
 from support.run import Parser, checkpoints, flags_of_run
 
-QUADRANTS = (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high"))  # p and H
 SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
 BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-level BPE's pieces
 
@@ -163,21 +162,22 @@ def rule(t: dict[str, Tensor], cfg: stapo.Config, tokenizer: Tokenizer) -> str:
     return text
 
 
-def quadrant(t: dict[str, Tensor], p: str, h: str) -> Tensor:
-    """The tokens with "low" or "high" p and H: (N,) bool."""
-    return (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))
+def quadrants(t: dict[str, Tensor]) -> list[tuple[str, str, int, float]]:
+    """Return the taxonomy of Sec. 3.2: p, H, the number of tokens, and their mean gradient norm."""
+    found = []
+    for p, h in (("low", "low"), ("low", "high"), ("high", "low"), ("high", "high")):
+        here = (t["low_p"] == (p == "low")) & (t["low_h"] == (h == "low"))  # (N,)
+        found.append((p, h, int(here.sum()), t["norm"][here].mean().item()))
+    return found
 
 
-def quadrants(t: dict[str, Tensor], all_tokens: int) -> str:
-    """Return the taxonomy of Sec. 3.2 as a Markdown table."""
+def quadrant_table(t: dict[str, Tensor], all_tokens: int) -> str:
+    """Return the quadrants as a Markdown table."""
     rows = [["tokens with A > 0", "count", "share", "of all tokens", "mean gradient norm"]]
-    for p, h in QUADRANTS:
-        here = quadrant(t, p, h)
+    for p, h, count, norm in quadrants(t):
         name = f"{p} p, {h} H" + (" (silenced)" if p == h == "low" else "")
-        count = int(here.sum())
-        norm = f"{t['norm'][here].mean():.3f}" if count else "-"
-        shares = [percent(count / len(here)), percent(count / all_tokens)]
-        rows.append([name, str(count), *shares, norm])
+        shares = [percent(count / len(t["p"])), percent(count / all_tokens)]
+        rows.append([name, str(count), *shares, f"{norm:.3f}" if count else "-"])
     return markdown(rows)
 
 
@@ -194,23 +194,21 @@ def draw_gradients(t: dict[str, Tensor], cfg: stapo.Config, file: Path) -> None:
     halo = {"color": "#D55E00", "s": 26, "linewidths": 0, "label": "silenced: p < τp, H < τh"}
     for place, (title, (height, shade, shade_title)) in enumerate(panels.items(), start=1):
         ax = fig.add_subplot(1, 2, place)
-        handles = [ax.scatter(p[silenced], height[silenced], **halo)]
+        ax.scatter(p[silenced], height[silenced], **halo)
         dots = ax.scatter(p, height, c=shade, s=9, linewidths=0, cmap="viridis")
         fig.colorbar(dots, ax=ax, label=shade_title)
-        handles.append(ax.axvline(tau_p, color="#D55E00", ls="--", label=f"τp = {cfg.tau_p:g}"))
+        ax.axvline(tau_p, color="#D55E00", linestyle="--", label=f"τp = {cfg.tau_p:g}")
         ax.set(xscale="log", xlabel="token probability p", ylabel=title)
     band = t["threshold"].min(), t["threshold"].max()  # the last panel is that of the quadrants
-    handles.append(ax.axhspan(*band, color="#D55E00", alpha=0.3, label="τh of the mini-batches"))
-    for its_p, its_h in QUADRANTS:
-        here = quadrant(t, its_p, its_h)
-        mean = f"norm {t['norm'][here].mean():.2f}" if here.any() else ""
-        x, ha = (0.02, "left") if its_p == "low" else (0.98, "right")
-        y, va = (0.02, "bottom") if its_h == "low" else (0.98, "top")
-        text = f"{int(here.sum()):,} tokens\n{mean}"
+    ax.axhspan(*band, color="#D55E00", alpha=0.3, label="between low and high H")
+    for low_or_high, h, count, mean in quadrants(t):
+        x, ha = (0.02, "left") if low_or_high == "low" else (0.98, "right")
+        y, va = (0.02, "bottom") if h == "low" else (0.98, "top")
+        text = f"{count:,} tokens" + (f"\nnorm {mean:.2f}" if count else "")
         ax.text(x, y, text, transform=ax.transAxes, ha=ha, va=va)
-    ax.margins(y=0.15)
+    ax.margins(y=0.25)
     fig.suptitle(f"{cfg.model}: tokens with A > 0").set_parse_math(False)
-    fig.legend(handles=handles, loc="outside lower left", ncols=3)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower left", ncols=3)
     fig.savefig(file, dpi=150)
 
 
@@ -256,7 +254,7 @@ def run(cfg: stapo.Config) -> None:
     progress.say(f"STAPO silences {count:,} of {all_tokens:,} tokens, {share}")
     progress.say(f"candidates in a mini-batch: {each:.1f}")
     what = rule(t, cfg, task.tokenizer)
-    table = f"### {cfg.model}\n\n{quadrants(t, all_tokens)}\n{what}\n"
+    table = f"### {cfg.model}\n\n{quadrant_table(t, all_tokens)}\n{what}\n"
     (out / "quadrants.md").write_text(table, "utf-8")
     draw_gradients(t, cfg, out / "gradients.png")
     marked = set(t["row"][t["silenced"]].tolist())

@@ -215,6 +215,7 @@ def test_a_sampler_of_ones_own(tmp_path, monkeypatch):
         sampled = sample(model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seeds)
         return [response.ids for response in in_order(sampled)]
 
+    monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "engine", SimpleNamespace(generate=generate))
     monkeypatch.setattr(stapo, "sample", stapo.sample)  # put back at the end
     programs = {"built-in": "import stapo; stapo.main()", "own": example("own-sampler")}

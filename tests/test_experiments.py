@@ -1,5 +1,7 @@
 """The experiments: their statistics by hand, their data beside the page, and each of them run."""
 
+import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,7 +16,7 @@ import pytest
 import real_model
 import replicate
 import runs
-from helpers import ROOT, TINY, example, read_rows
+from helpers import ROOT, TINY, check_png, example, read_rows
 
 import stapo
 from reward import load_reward
@@ -72,6 +74,25 @@ def test_the_paired_test_agrees_with_the_published_quantiles(n):
     error = (sum(x * x for x in spread) / (n - 1) / n) ** 0.5
     assert runs.p_value([runs.T_95[n] * error + x for x in spread]) == pytest.approx(0.05, abs=3e-4)
     assert runs.p_value([1.0] * n) == 1.0  # no spread: two methods that are the same run
+
+
+def test_logarithms_are_shown_as_ratios():
+    """2 and 8: the geometric mean is 4, and half the interval 12.71 standard errors."""
+    factor = math.exp(12.71 * math.log(2))
+    shown = runs.cell([math.log(2), math.log(8)], "ratio .3g")
+    assert shown == f"4 ({4 / factor:.3g} to {4 * factor:.3g})"
+
+
+@pytest.mark.parametrize(
+    "command", ["drift --only criterion", "drift --only drift", "replicate --only masks"]
+)
+def test_pictures_have_the_colours_of_the_commands(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    name, *flags = command.split()
+    shutil.copy(ROOT / "experiments" / "results" / f"{name}.jsonl", tmp_path)
+    flags += ["--table", "--results", f"{tmp_path}/{name}.jsonl", "--figure", f"{tmp_path}/x.png"]
+    printed(name, *flags)
+    check_png(tmp_path / "x.png", "#0072B2")  # STAPO's
 
 
 def test_holm_stops_at_the_first_difference_that_fails(monkeypatch):
@@ -183,11 +204,15 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
     lines = read_rows(tmp_path / "results.jsonl")
     assert lines and all(line.get("numbers") or line["V"] is not None for line in lines)
     assert all(re.fullmatch(r"2\d{3}-\d\d-\d\d \d\d:\d\d", line["began"]) for line in lines)
-    assert all("commit" in line for line in lines)
+    assert all(bool(line["commit"]) == (ROOT / ".git").exists() for line in lines)
     assert any(row.startswith("| ") for row in table)
     if made := sorted(tmp_path.glob("runs/*/metrics.jsonl")):
         times = [file.stat().st_mtime_ns for file in made]
+        for note in tmp_path.glob("runs/.*.began"):
+            note.write_text(json.dumps({"began": "2001-01-01 00:00"}))
         assert set(table) <= set(printed(name, *flags))
+        again = read_rows(tmp_path / "results.jsonl")  # a line tells when its run began
+        assert {line["began"] for line in again} == {"2001-01-01 00:00"}
         assert [file.stat().st_mtime_ns for file in made] == times
     shown = printed(name, "--table", "--results", f"{tmp_path}/results.jsonl")
     assert set(table) <= set(shown)
