@@ -74,7 +74,7 @@ def refused_30(response: str, row: dict) -> float:
     return -1.0 if refused else math_reward(response, row["answer"])
 
 
-def measure(folder: Path) -> dict[str, float]:
+def measure(folder: Path) -> dict[str, float | None]:
     """Entropy in nats; "rare": of the tokens of responses with +1; the rest at the end, held out.
 
     "held out" is the share of right answers, whatever the reward pays.

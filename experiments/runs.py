@@ -141,7 +141,8 @@ def note_beginning(folder: Path) -> None:
 
 
 def beginning(folder: Path) -> dict[str, Any]:
-    return json.loads(note_of(folder).read_text())
+    note = note_of(folder)
+    return json.loads(note.read_text()) if note.exists() else {}
 
 
 def call(program: list[str | Path]) -> None:
