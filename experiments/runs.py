@@ -131,7 +131,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def note_of(folder: Path) -> Path:
-    """The circumstances of a run's beginning are beside its folder, because a run begins empty."""
+    """A run's beginning is noted beside its folder, because the folder must begin empty."""
     return folder.with_name(f".{folder.name}.began")
 
 
