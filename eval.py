@@ -91,6 +91,7 @@ class SamplingFlags(Protocol):
     instruction: str
     max_new_tokens: int
     rollout_batch_size: int
+    cuda_graphs: bool
     seed: int
 
 
@@ -109,6 +110,7 @@ class EvalConfig:
     limit: int = flag(0, "number of problems of each benchmark, its first (0: all)")
     max_new_tokens: int = flag(20480, "longest response, in tokens")
     rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
+    cuda_graphs: bool = flag(True, "CUDA: replay decoding steps; --no_cuda_graphs launches kernels")
     seed: int = flag(0, "seed of the sampling")
     instruction: str = flag(rollout.INSTRUCTION, "text after every problem; may be empty")
     chat_template: str = flag(
@@ -203,6 +205,7 @@ def sample_suite(
             temperature=temperature,
             top_p=top_p,
             batch_size=cfg.rollout_batch_size,
+            cuda_graphs=cfg.cuda_graphs,
             seed=[mix_seed(cfg.seed, *key) for key in keys],
             progress=f"{decoding} decoding",
         ):

@@ -23,13 +23,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import InputError, models, ranks
-from support.decoding import (
-    decoding_loop,
-    has_full_attention,
-    mix_seed,
-    rows_that_fit,
-    until_stop,
-)
+from support.decoding import decoding_loop, has_full_attention, mix_seed, rows_that_fit, until_stop
 from support.head import HeadStats, TokenStats
 from support.models import load_config, load_model, load_pretrained
 from support.progress import log, track
@@ -164,6 +158,7 @@ def sample(
     top_p: float = 1.0,
     batch_size: int = 256,
     seed: int | list[int] = 0,
+    cuda_graphs: bool = True,
     progress: str | None = None,
 ) -> Iterator[tuple[int, Response]]:
     """Sample one response to each prompt (repeat a prompt G times for a group of G).
@@ -174,7 +169,8 @@ def sample(
     At most `batch_size` responses are decoded at a time. `temperature` 0 is greedy decoding. `seed`
     is a list with one seed for each response, or a number from which such a list is made. A
     response depends on its prompt, its seed and the weights. The responses beside it change only
-    its rounding. `progress` names a bar over responses.
+    its rounding. With `cuda_graphs` a decoding step is recorded and replayed on CUDA, with the same
+    responses. `progress` names a bar over responses.
 
     A model with sliding windows or a recurrent state has another cache, without slots. Its prompts
     are sampled by plain `generate`, in batches. A batch ends when its longest response has ended,
@@ -192,7 +188,7 @@ def sample(
     config = sampling_config(temperature, top_p, max_new_tokens, stops, tokenizer.pad_token_id)
     size = rows_that_fit(model, max(map(len, prompts)) + max_new_tokens, batch_size)
     if has_full_attention(model):
-        loop = functools.partial(decoding_loop, slots=size, seeds=seeds)
+        loop = functools.partial(decoding_loop, slots=size, seeds=seeds, record=cuda_graphs)
         sampled = generate(model, prompts, config, custom_generate=loop)
     else:
         sampled = generate_in_batches(model, prompts, config, size, seeds)

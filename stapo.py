@@ -412,6 +412,7 @@ def sample_and_reward(
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
             seed=seeds,
+            cuda_graphs=cfg.cuda_graphs,
             progress="rollout",
         )  # temperature 1, top-p 1
         responses = [response for _, response in sorted(sampled)]  # by the index of the prompt
@@ -858,6 +859,7 @@ class Config:
     grad_clip: float = flag(1.0, "largest gradient norm")
     seed: int = flag(0, "seed of the data order and of the sampling")
     rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
+    cuda_graphs: bool = flag(True, "CUDA: replay decoding steps; --no_cuda_graphs launches kernels")
     tokens_per_micro_batch: int = flag(16384, "most tokens of a micro-batch, padding included")
     gradient_checkpointing: bool = flag(
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"

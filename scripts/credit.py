@@ -270,6 +270,7 @@ def continue_all(
         [ids for _, ids, _ in waiting],
         max_new_tokens=max((budget for _, _, budget in waiting), default=1),
         batch_size=cfg.rollout_batch_size,
+        cuda_graphs=cfg.cuda_graphs,
         seed=seeds,
     )
     for number, response in sampled:

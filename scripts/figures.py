@@ -59,7 +59,7 @@ FIGURES = {
 INCIDENTAL = set(  # the seed, and what does not change what a run computes, except by rounding
     "seed output resume versions id steps save_every keep_last log_samples threads "
     "report_to eval_every eval_benchmarks eval_limit eval_samples rollout_batch_size "
-    "tokens_per_micro_batch gradient_checkpointing".split()
+    "cuda_graphs tokens_per_micro_batch gradient_checkpointing".split()
 )
 
 Series = dict[str, dict[int, float]]  # metric -> {step: value}

@@ -2,7 +2,8 @@
 
 A slot is a row of the cache. A slot whose response has ended takes the next prompt. No slot should
 be idle, because a decoding step takes the GPU's host as long for 3 rows as for 64. Rows with the
-same prompt, such as a group of G, share the prefill of this prompt.
+same prompt, such as a group of G, share the prefill of this prompt. On CUDA a decoding step is
+recorded once and then replayed: see `Decoder`.
 """
 
 import functools
@@ -17,13 +18,21 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, St
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache, DynamicLayer
 
+from support.progress import log
+
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
 CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
 ALIGN = 8  # attention kernels want lengths that are a multiple of this
 # Bytes to draw a token, for each id of the vocabulary. When top-p sorts: logits, divided by the
-# temperature too (4 each), sorted values and indices (4 and 8), CUDA's buffers (32).
-DRAW_BYTES = 52
+# temperature too (4 each), sorted values and indices (4 and 8), CUDA's buffers (32). Twice, because
+# recorded steps have a memory pool of their own.
+DRAW_BYTES = 2 * 52
+# On CUDA a step is recorded for each pair (rows, visible positions). Both are rounded up, to these
+# parts of the slots and of the capacity, and positions at least to multiples of 256. Finer parts
+# make more recordings: each takes about 0.12 s and 25 MB. Coarser parts read more keys and values
+# that no row needs. For 128 rows of Qwen3-1.7B, 256 positions take as long either way (estimated).
+ROW_PARTS, VISIBLE_PARTS, VISIBLE_LEAST = 8, 16, 256
 
 
 class SlotCache(Cache):
@@ -124,12 +133,13 @@ def decoding_loop(
     *,
     slots: int,
     seeds: list[int],
+    record: bool,
     **inputs: Any,
 ) -> Iterator[tuple[int, list[int]]]:
     """Decode left-padded prompts (N, P) long, `slots` of them at a time; `generate` calls it.
 
     When a response has ended, it yields (index of the prompt, ids of the response, stop id
-    included).
+    included). record: record steps on CUDA.
     """
     # Any other processor would change the distribution that responses are drawn from.
     processors = {type(processor).__name__ for processor in logits_processor}
@@ -153,6 +163,7 @@ def decoding_loop(
         greedy = not generation_config.do_sample
         return next_token(logits_processor(token, logits), None if greedy else uniforms)
 
+    decoder = Decoder(forward, cache, draw, min(slots, len(waiting)), record)
     while waiting or running:
         # 1. The free slots, which are the last ones, take the next prompts.
         first, free = len(running), slots - len(running)
@@ -162,7 +173,7 @@ def decoding_loop(
         cache.reserve(len(running), max(len(row.ids) for row in running) + steps)
         prefill(forward, cache, running, first)
         # 2. Every row gets a few tokens.
-        tokens = decode(forward, cache, running, steps, draw).tolist()
+        tokens = decoder.decode(running, steps).tolist()
         for row, ids in zip(running, tokens, strict=True):
             row.ids += until_stop(ids, stops)
         # 3. Rows that have ended leave, and the row in the last slot moves into the free slot. The
@@ -209,30 +220,98 @@ def prefill(forward: Callable, cache: SlotCache, rows: list[Row], first: int) ->
         cache.copy(sources, targets, length=max(len(rows[slot].prompt) for slot in targets))
 
 
-def decode(
-    forward: Callable, cache: SlotCache, rows: list[Row], steps: int, draw: Callable
-) -> torch.Tensor:
-    """Draw `steps` more tokens for each of R rows: (R, steps) long."""
-    device, longest, tokens = cache.device, max(len(row.ids) for row in rows), []
-    token = torch.tensor([[row.ids[-1]] for row in rows], device=device)  # (R, 1)
-    slots = torch.arange(len(rows), device=device)[:, None]  # (R, 1)
-    # For each step: the position of its input token, and a random number for its output token.
-    positions = torch.tensor([[len(row.ids) - 1] for row in rows], device=device)
-    positions = positions + torch.arange(steps, device=device)  # (R, steps)
-    seeds = torch.tensor([[row.seed] for row in rows], device=device)  # (R, 1)
-    uniforms = uniform(seeds, positions + 1)  # (R, steps)
-    for step in range(steps):
-        position = positions[:, step, None]  # (R, 1)
-        visible = rounded_up(longest + step, ALIGN)
-        hidden = torch.arange(visible, device=device) > position  # (R, visible)
-        mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=device)
+class Decoder:
+    """The decoding step of all slots, in place on tensors that stay where they are.
+
+    On CUDA the host needs longer to launch the kernels of a step than the GPU to run them. So a
+    step is recorded as a CUDA graph, which the host launches as one. A replay runs the same kernels
+    on the same addresses. Within a rollout this is the step itself:
+    - The weights, the cache and `state` stay where they are. For the next rollout FSDP2 gathers the
+      weights to new addresses, so recordings end with the rollout.
+    - A step takes nothing from the host. Its mask and its random numbers are made from `state`.
+    - Each recording is compared with the step before it is used.
+    """
+
+    def __init__(
+        self, forward: Callable, cache: SlotCache, draw: Callable, slots: int, record: bool
+    ) -> None:
+        self.forward, self.cache, self.draw = forward, cache, draw
+        # For each slot: its last token, the position of this token, and the seed of its row.
+        self.state = torch.zeros(3, slots, 1, dtype=torch.long, device=cache.device)
+        self.slot = torch.arange(slots, device=cache.device)[:, None]  # (slots, 1)
+        self.on_gpu = cache.device.type == "cuda"
+        self.record = record and self.on_gpu
+        self.pool = torch.cuda.graph_pool_handle() if self.record else None
+        # The recording of each pair (rows, visible positions). None: its step has run once.
+        self.recordings: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+
+    def decode(self, rows: list[Row], steps: int) -> torch.Tensor:
+        """Draw `steps` more tokens for each of R rows: (R, steps) long."""
+        state = [(row.ids[-1], len(row.ids) - 1, row.seed) for row in rows]
+        self.state.zero_()  # a slot without a row counts on from 0: it stays within the cache
+        self.state[:, : len(rows), 0] = torch.tensor(state).T.to(self.state.device)
+        longest, tokens = max(len(row.ids) for row in rows), []
+        for step in range(steps):
+            self.run(*self.rounded(len(rows), longest + step))
+            tokens.append(self.state[0, : len(rows)].clone())
+        return torch.cat(tokens, 1)
+
+    def rounded(self, rows: int, visible: int) -> tuple[int, int]:
+        """The pair (rows, visible positions) for a step that needs at least so many of both."""
+        if not self.on_gpu:
+            return rows, rounded_up(visible, ALIGN)
+        slots, capacity = len(self.slot), self.cache.capacity
+        part = rounded_up(max(VISIBLE_LEAST, capacity // VISIBLE_PARTS), ALIGN)
+        rows = rounded_up(rows, max(1, slots // ROW_PARTS))
+        return min(rows, slots), min(rounded_up(visible, part), capacity)
+
+    def run(self, *pair: int) -> None:
+        """Take a step: as it is the first time, recorded the second time, then replayed."""
+        if recording := self.recordings.get(pair):
+            recording.replay()
+        elif self.record and pair in self.recordings:
+            self.record_step(pair)
+        else:  # libraries load kernels and allocate memory, which a recording must not
+            self.step(*pair)
+            self.recordings[pair] = None
+
+    def step(self, rows: int, visible: int) -> None:
+        """Forward the last tokens of the first R slots, and write the next ones over them."""
+        token, position, seed = self.state[:, :rows]  # (R, 1) each
+        hidden = torch.arange(visible, device=token.device) > position  # (R, visible)
+        mask = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=token.device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
-        cache.write_to(slots, position, visible)
+        self.cache.write_to(self.slot[:rows], position, visible)
         given = {"attention_mask": mask, "position_ids": position}
-        logits = forward(input_ids=token, **given).logits[:, -1].float()  # (R, V)
-        token = draw(token, logits, uniforms[:, step, None])  # (R, 1)
-        tokens.append(token)
-    return torch.cat(tokens, 1)
+        logits = self.forward(input_ids=token, **given).logits[:, -1].float()  # (R, V)
+        position += 1
+        token.copy_(self.draw(token, logits, uniform(seed, position)))
+
+    def record_step(self, pair: tuple[int, int]) -> None:
+        """Take a step, and record it. If that fails, the rollout goes on without recordings."""
+        before = self.state.clone()
+        self.step(*pair)
+        after = self.state.clone()
+        try:
+            self.state.copy_(before)
+            recording = torch.cuda.CUDAGraph()
+            # The stream is set because a failed recording leaves its own behind. "thread_local",
+            # because NCCL's watchdog thread asks for events.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(recording, pool=self.pool, capture_error_mode="thread_local"),
+            ):
+                self.step(*pair)
+            recording.replay()
+            if not self.state.equal(after):
+                raise RuntimeError("a replay differs from its step")
+            self.recordings[pair] = recording
+        except RuntimeError as error:
+            self.state.copy_(after)
+            self.record, self.recordings = False, {}
+            why = str(error.__context__ or error).split("\n")[0]
+            log(f"decoding goes on without CUDA graphs, as with --no_cuda_graphs: {why}")
+            torch.cuda.empty_cache()  # torch 2.11 raises here if the recording itself failed
 
 
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

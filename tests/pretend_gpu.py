@@ -3,8 +3,10 @@
     python tests/pretend_gpu.py FILE.py     # runs FILE.py on it
 
 What mixes devices raises as on a GPU; matrix products with `out_dtype`, which only CUDA has, are
-computed from their definition; FSDP2 runs over gloo. It shows neither speed nor memory, streams,
-CUDA graphs, NCCL, or CUDA's own attention kernels. It needs g++ and a build of torch for CPUs.
+computed from their definition; FSDP2 runs over gloo. A CUDA graph is the list of operations that
+ran while it was captured: they are undone at the end, because a capture computes nothing, and a
+replay does them again on the same tensors. It shows neither speed nor memory, streams, NCCL, or
+CUDA's own attention kernels. It needs g++ and a build of torch for CPUs.
 """
 
 import contextlib
@@ -108,6 +110,10 @@ MOVES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
 
+# Operations that hand numbers to the host, as tensor.item() does.
+READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)
+
+
 @functools.cache
 def is_composed(func) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -126,6 +132,50 @@ def refuse_mixtures(func, tensors) -> None:
         raise RuntimeError(f"{func}: a tensor is on {on_cpu[0].device}, others are on cuda:0")
 
 
+class CUDAGraph:
+    capturing = None  # the graph that is captured now
+
+    def __init__(self):
+        self.operations, self.overwritten = [], []
+
+    def replay(self):
+        for func, args, kwargs, outs in self.operations:
+            for old, new in zip(outs, tensors_in(func(*args, **kwargs)), strict=True):
+                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)  # the others are views, or were written in place
+
+    def refuse(self, func, tensors, device):
+        moved = func in MOVES and (
+            device == "cpu" or not all(isinstance(x, OnGPU) for x in tensors)
+        )
+        masks = func in INDEXING and any(x.dtype == torch.bool for x in tensors[1:])
+        if moved or masks or func in READS:
+            raise RuntimeError(f"{func}: not permitted when stream is capturing")
+
+    def compute(self, func, *args, **kwargs):
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs[argument.name]
+                self.overwritten += [(x, x.clone()) for x in tensors_in(value)]
+        kernel = CUDA_ONLY.get(func, func)
+        out = kernel(*args, **kwargs)
+        self.operations.append((kernel, args, kwargs, tensors_in(out)))
+        return out
+
+
+@contextlib.contextmanager
+def capture(graph, pool=None, capture_error_mode="global"):
+    """torch.cuda.graph. NCCL's watchdog would end any other mode, and no pool is a new pool."""
+    assert pool == "a pool" and capture_error_mode == "thread_local"
+    CUDAGraph.capturing = graph
+    try:
+        yield
+    finally:
+        CUDAGraph.capturing = None
+        for tensor, before in reversed(graph.overwritten):
+            tensor.copy_(before)
+
+
 def dispatch(func, types, args, kwargs, mode=None):
     if any(t not in (OnGPU, torch.Tensor, torch.nn.Parameter) for t in types):
         return NotImplemented  # a DTensor and the like: it unwraps itself and comes back
@@ -140,10 +190,14 @@ def dispatch(func, types, args, kwargs, mode=None):
         if parts is not NotImplemented:
             return parts
     refuse_mixtures(func, tensors)
+    graph = CUDAGraph.capturing
+    if graph:
+        graph.refuse(func, tensors, device)
     plain_args, plain = pytree.tree_map_only(OnGPU, lambda x: x.numbers, (args, kwargs))
     if device is not None:
         plain["device"] = "cpu"
-    out = CUDA_ONLY.get(func, func)(*plain_args, **plain)
+    compute = functools.partial(graph.compute, func) if graph else CUDA_ONLY.get(func, func)
+    out = compute(*plain_args, **plain)
     from_gpu = bool(gpu) if device is None else device == "cuda"
     if func is aten._local_scalar_dense.default or not (from_gpu or func is aten.copy_.default):
         return out
@@ -169,10 +223,11 @@ def install() -> None:
     answers |= {"mem_get_info": (60 * 10**9, 80 * 10**9), "max_memory_allocated": 0}
     answers |= {"get_device_name": "pretended", "get_device_capability": (9, 0)}
     answers |= {"current_stream": Stream(), "set_device": None, "synchronize": None}
-    answers |= {"empty_cache": None, "reset_peak_memory_stats": None}
+    answers |= {"empty_cache": None, "reset_peak_memory_stats": None, "graph_pool_handle": "a pool"}
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.ExternalStream = Stream
+    torch.cuda.CUDAGraph, torch.cuda.graph = CUDAGraph, capture
     torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes, then moves
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
