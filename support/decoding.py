@@ -28,11 +28,11 @@ ALIGN = 8  # attention kernels want lengths that are a multiple of this
 # temperature too (4 each), sorted values and indices (4 and 8), CUDA's buffers (32). Twice, because
 # recorded steps have a memory pool of their own.
 DRAW_BYTES = 2 * 52
-# On CUDA a step is recorded for each pair (rows, visible positions). Both are rounded up, to these
-# parts of the slots and of the capacity, and positions at least to multiples of 256. Finer parts
-# make more recordings: each takes about 0.12 s and 25 MB. Coarser parts read more keys and values
-# that no row needs. For 128 rows of Qwen3-1.7B, 256 positions take as long either way (estimated).
-ROW_PARTS, VISIBLE_PARTS, VISIBLE_LEAST = 8, 16, 256
+# On CUDA a step is recorded for each pair (rows, visible positions): rows rounded up to eighths of
+# the slots, positions to multiples of 256. A finer grid makes more recordings. Each takes about
+# 0.12 s and 25 MB. A coarser grid reads more keys and values that no row needs. For 128 rows of
+# Qwen3-1.7B on an H100, 256 positions take as long either way. (These are estimates.)
+ROW_PARTS, VISIBLE_BLOCK = 8, 256
 
 
 class SlotCache(Cache):
@@ -223,13 +223,13 @@ def prefill(forward: Callable, cache: SlotCache, rows: list[Row], first: int) ->
 class Decoder:
     """The decoding step of all slots, in place on tensors that stay where they are.
 
-    On CUDA the host needs longer to launch the kernels of a step than the GPU to run them. So a
-    step is recorded as a CUDA graph, which the host launches as one. A replay runs the same kernels
-    on the same addresses. Within a rollout this is the step itself:
-    - The weights, the cache and `state` stay where they are. For the next rollout FSDP2 gathers the
-      weights to new addresses, so recordings end with the rollout.
+    On CUDA the host needs longer to launch the kernels of a step than the GPU to run them. So the
+    step is recorded as a CUDA graph, once for each pair (rows, visible positions), and replayed. A
+    replay runs the same kernels on the same addresses, which is right within a rollout:
+    - The weights, the cache and `state` stay where they are. FSDP2 gathers the weights to new
+      addresses for the next rollout, so recordings end with their rollout.
     - A step takes nothing from the host. Its mask and its random numbers are made from `state`.
-    - Each recording is compared with the step before it is used.
+    - A recording is compared with the step itself before it is used.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Decoder:
     def decode(self, rows: list[Row], steps: int) -> torch.Tensor:
         """Draw `steps` more tokens for each of R rows: (R, steps) long."""
         state = [(row.ids[-1], len(row.ids) - 1, row.seed) for row in rows]
-        self.state.zero_()  # a slot without a row counts on from 0: it stays within the cache
+        self.state.zero_()  # a slot without a row also counts on, but from 0: it stays in the cache
         self.state[:, : len(rows), 0] = torch.tensor(state).T.to(self.state.device)
         longest, tokens = max(len(row.ids) for row in rows), []
         for step in range(steps):
@@ -260,10 +260,9 @@ class Decoder:
         """The pair (rows, visible positions) for a step that needs at least so many of both."""
         if not self.on_gpu:
             return rows, rounded_up(visible, ALIGN)
-        slots, capacity = len(self.slot), self.cache.capacity
-        part = rounded_up(max(VISIBLE_LEAST, capacity // VISIBLE_PARTS), ALIGN)
-        rows = rounded_up(rows, max(1, slots // ROW_PARTS))
-        return min(rows, slots), min(rounded_up(visible, part), capacity)
+        slots, visible = len(self.slot), rounded_up(visible, VISIBLE_BLOCK)
+        rows = rounded_up(rows, -(-slots // ROW_PARTS))
+        return min(rows, slots), min(visible, self.cache.capacity)
 
     def run(self, *pair: int) -> None:
         """Take a step: as it is the first time, recorded the second time, then replayed."""
@@ -271,7 +270,7 @@ class Decoder:
             recording.replay()
         elif self.record and pair in self.recordings:
             self.record_step(pair)
-        else:  # libraries load kernels and allocate memory, which a recording must not
+        else:  # the first time libraries load kernels, which they cannot in a recording
             self.step(*pair)
             self.recordings[pair] = None
 
@@ -295,8 +294,8 @@ class Decoder:
         try:
             self.state.copy_(before)
             recording = torch.cuda.CUDAGraph()
-            # The stream is set because a failed recording leaves its own behind. "thread_local",
-            # because NCCL's watchdog thread asks for events.
+            # The stream is named because a recording that fails leaves its own behind. Other
+            # threads may go on ("thread_local"): NCCL's watchdog asks for events.
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(recording, pool=self.pool, capture_error_mode="thread_local"),

@@ -216,3 +216,19 @@ def test_the_smallest_form_of_each_experiment(command, tmp_path):
         assert [file.stat().st_mtime_ns for file in made] == times
     shown = printed(name, "--table", "--results", f"{tmp_path}/results.jsonl")
     assert set(table) <= set(shown)
+
+
+@pytest.mark.parametrize("part, count", [("sampler", 6), ("ours", 1), ("trl", 1)])
+def test_the_speed_of_each_program_is_printed(part, count, tmp_path, monkeypatch):
+    """Equal responses have all --new tokens, ragged ones fewer."""
+    if part == "trl":
+        pytest.importorskip("trl")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for the model
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    small = "--layers 2 --hidden 64 --vocabulary 500 --rows 32 --new 16 --steps 1"
+    lines = [line for line in printed("speed", part, *small.split()) if "tokens" in line]
+    assert len([line for line in lines if re.search(r"\d tokens (a|per) second", line)]) == count
+    for line in lines if part == "sampler" else []:
+        each, limit, times = (float(x) for x in re.findall(r"([\d.]+) (?:ms|times)", line))
+        assert each / limit == pytest.approx(times, rel=0.02)
+        assert (": 512 tokens" in line) == ("equal" in line)  # 32 x 16

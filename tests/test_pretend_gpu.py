@@ -48,6 +48,10 @@ def replay(graph, real=torch.cuda.CUDAGraph.replay):
     replayed.append(graph)
     real(graph)
 torch.cuda.CUDAGraph.replay = replay
+for name in "cuda_graphs", "no_cuda_graphs":
+    replayed.clear()
+    eval.main([*FLAGS.split(), f"--{name}", f"--output={FOLDER}/{name}"])
+    assert bool(replayed) == (name == "cuda_graphs")
 model, tokenizer = eval.load("tests/tiny")
 prompts = [encode_prompt(tokenizer, f"Q: {i // 3}+7-3=?", "") for i in range(24)]
 def draw(cuda_graphs, **options):
@@ -64,10 +68,6 @@ for options in {"temperature": 0.0}, {"top_p": 0.9}, {"temperature": 1.5}:
     assert len(replayed) > 4 * len(set(replayed)) > 4
 lengths = {len(response.ids) for response in plain.values()}
 assert len(lengths) > 3 and 22 in lengths
-for name in "cuda_graphs", "no_cuda_graphs":
-    replayed.clear()
-    eval.main([*FLAGS.split(), f"--{name}", f"--output={FOLDER}/{name}"])
-    assert bool(replayed) == (name == "cuda_graphs")
 
 # A recording that fails, and one that is not the step: the third forward of a step is recorded.
 calls = []
