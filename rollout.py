@@ -169,8 +169,7 @@ def sample(
     At most `batch_size` responses are decoded at a time. `temperature` 0 is greedy decoding. `seed`
     is a list with one seed for each response, or a number from which such a list is made. A
     response depends on its prompt, its seed and the weights. The responses beside it change only
-    its rounding. With `cuda_graphs` a decoding step is recorded and replayed on CUDA, with the same
-    responses. `progress` names a bar over responses.
+    its rounding. `cuda_graphs` only saves time on CUDA. `progress` names a bar over responses.
 
     A model with sliding windows or a recurrent state has another cache, without slots. Its prompts
     are sampled by plain `generate`, in batches. A batch ends when its longest response has ended,

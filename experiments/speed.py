@@ -9,9 +9,7 @@ The model has random weights and the shape of Qwen3-1.7B. On a CPU give small nu
 """
 
 import argparse
-import contextlib
 import json
-import operator
 import signal
 import tempfile
 import time
@@ -63,13 +61,11 @@ def parity(response: str, row: dict) -> float:
 
 
 def show(name: str, numbers: dict[str, float]) -> None:
-    texts = []
-    for unit, number in numbers.items():
-        text = f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
-        texts.append(f"{text} {unit.replace('_', ' ')}")
+    texts = [f"{x:,.{0 if x >= 100 else 2}f} {unit}" for unit, x in numbers.items()]
     print(f"{name}: {', '.join(texts)}", flush=True)
 
 
+@ranks.session("speed.py")
 def sampler(args: argparse.Namespace) -> None:
     """Sample responses of equal length (no token ends them) and ragged ones (2 / --new of all do).
 
@@ -83,12 +79,13 @@ def sampler(args: argparse.Namespace) -> None:
     cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     cached *= model.dtype.itemsize  # bytes of a token's keys and values
     source = torch.zeros(2**30 if CUDA else 2**26, dtype=torch.uint8, device=model.device)
-    target, times = source.clone(), [time.monotonic()]
-    for _ in range(9):
-        float(target.copy_(source)[-1])  # waits for the copy
-        times.append(time.monotonic())
-    seconds = min(map(operator.sub, times[1:], times))
-    speed = 2 * len(source) / seconds  # bytes a second, read and written
+    target = source.clone()
+    float(target[-1])  # waits until it is there
+    began = time.monotonic()
+    for _ in range(10):
+        target.copy_(source)
+    float(target[-1])
+    speed = 20 * len(source) / (time.monotonic() - began)  # bytes a second, read and written
     show("this device", {"GB of weights": weights / 1e9, "GB a second in a copy": speed / 1e9})
 
     def draw(name: str, prompts: list, new: int, stops: list[int]) -> list[int]:
@@ -130,6 +127,7 @@ def sampler(args: argparse.Namespace) -> None:
         print(f"generate with a static cache: left out, after at most {PATIENCE} s: {error!r:.200}")
 
 
+@ranks.session("speed.py")
 def ours(args: argparse.Namespace) -> None:
     """Take steps of stapo.py, without its checkpoint of 20 GB."""
     prompts = args.rows // GROUP
@@ -182,7 +180,7 @@ def trl(args: argparse.Namespace) -> None:
     GRPOTrainer(folder, reward, config, **options).train()
     for (began, _), (ended, tokens) in zip(rollouts, rollouts[1:]):
         numbers = {"seconds": ended - began, "tokens a second": tokens / (ended - began)}
-        show("GRPOTrainer, a step", numbers | {"peak_memory_gb": ranks.peak_memory_gb()})
+        show("GRPOTrainer, a step", numbers | {"GB at the peak": ranks.peak_memory_gb()})
 
 
 if __name__ == "__main__":
@@ -192,6 +190,4 @@ if __name__ == "__main__":
     for name, default in SHAPE.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    # GRPOTrainer makes a process group of its own.
-    with contextlib.nullcontext() if args.part == "trl" else ranks.session("speed.py"):
-        parts[args.part](args)
+    parts[args.part](args)

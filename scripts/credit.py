@@ -279,8 +279,7 @@ def continue_all(
     rewards = []
     for row, each in zip(rows, texts, strict=True):
         words = [to_text(task.tokenizer, ids[row["start"] :], skip_special=True) for ids in each]
-        problem = task.problems[row["problem"]]
-        rewards.append([task.reward(text, problem) for text in words])
+        rewards.append([task.reward(text, task.problems[row["problem"]]) for text in words])
     return rewards
 
 

@@ -76,7 +76,7 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", [README, *PAGES, *RECIPES], ids=lambda page: page.name)
 def test_flags_exist(page):
-    mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text()))
+    mentioned = set(re.findall(r"(?<![\w-])--(?:no_)?([a-z][\w-]*)", page.read_text()))
     files = [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("experiments/*.py")]
     programs = "".join(file.read_text() for file in files)
     added = r'add_argument\("--([\w-]+)"|^    (\w+): .* = (?:flag|field)\('
