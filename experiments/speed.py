@@ -13,8 +13,10 @@ import json
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import runs
 import torch
@@ -47,7 +49,7 @@ def make_model(args: argparse.Namespace) -> str:
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
     )
-    if not folder.exists():
+    if not (folder / "tokenizer.json").exists():  # which is saved last
         torch.manual_seed(0)
         with ranks.device():
             Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
@@ -61,7 +63,7 @@ def parity(response: str, row: dict) -> float:
 
 
 def show(name: str, numbers: dict[str, float]) -> None:
-    texts = [f"{x:,.{0 if x >= 100 else 2}f} {unit}" for unit, x in numbers.items()]
+    texts = [f"{x:,.{0 if x >= 100 else 3}f} {unit}" for unit, x in numbers.items()]
     print(f"{name}: {', '.join(texts)}", flush=True)
 
 
@@ -69,9 +71,9 @@ def show(name: str, numbers: dict[str, float]) -> None:
 def sampler(args: argparse.Namespace) -> None:
     """Sample responses of equal length (no token ends them) and ragged ones (2 / --new of all do).
 
-    Ragged ones are twice as many, so that slots are refilled. "ms a token" is the time in which
-    each of the rows gets one. Its limit is the time in which a copy moves what a step must read:
-    the weights, and the keys and values of all tokens so far.
+    Ragged ones are twice as many, so that slots are refilled. Each program draws its own lengths.
+    "ms a token" is the time in which each of the rows gets one. Its limit is the time in which a
+    copy moves what a step must read: the weights, and the keys and values of all tokens so far.
     """
     model, tokenizer = evaluation.load(make_model(args))
     tokenizer.eos_token = None  # would end responses
@@ -88,26 +90,26 @@ def sampler(args: argparse.Namespace) -> None:
     speed = 20 * len(source) / (time.monotonic() - began)  # bytes a second, read and written
     show("this device", {"GB of weights": weights / 1e9, "GB a second in a copy": speed / 1e9})
 
-    def draw(name: str, prompts: list, new: int, stops: list[int]) -> list[int]:
-        """Return the lengths of the responses."""
-        if name.startswith("rollout.sample"):
-            model.generation_config.eos_token_id = stops
-            options = {"batch_size": args.rows, "cuda_graphs": "without" not in name}
-            drawn = rollout.sample(model, tokenizer, prompts, max_new_tokens=new, **options)
-            return [len(response.ids) for _, response in drawn]
+    def generate(prompts: list, new: int, stops: list[int], cache: str | None = None) -> list[int]:
         flags = rollout.sampling_config(1.0, 1.0, new, stops, tokenizer.pad_token_id)
-        flags.cache_implementation = "static" if "static" in name else None
-        seeds = [0] * len(prompts)
+        flags.cache_implementation = cache
+        seeds = list(range(len(prompts)))
         drawn = rollout.generate_in_batches(model, prompts, flags, args.rows, seeds)
         return [len(ids) for _, ids in drawn]
 
-    def measure(name: str) -> None:
+    def slots(prompts: list, new: int, stops: list[int], graphs: bool) -> list[int]:
+        model.generation_config.eos_token_id = stops
+        options = {"batch_size": args.rows, "cuda_graphs": graphs}
+        drawn = rollout.sample(model, tokenizer, prompts, max_new_tokens=new, **options)
+        return [len(response.ids) for _, response in drawn]
+
+    def measure(name: str, draw: Callable, warm: int = 16, **options: Any) -> None:
         no_token, some = [args.vocabulary], list(range(-(-2 * args.vocabulary // args.new)))
-        draw(name, [[5]] * args.rows, args.new if "static" in name else 16, no_token)  # warms up
+        draw([[5] * PROMPT] * args.rows, warm, no_token, **options)
         for kind, count, stops in ("equal", args.rows, no_token), ("ragged", 2 * args.rows, some):
             prompts = [[5 + i // GROUP % 90] * PROMPT for i in range(count)]
             began = time.monotonic()
-            lengths = draw(name, prompts, args.new, stops)
+            lengths = draw(prompts, args.new, stops, **options)
             took, steps = time.monotonic() - began, sum(lengths) / args.rows
             visible = sum(n * (PROMPT + n / 2) for n in lengths)
             limit = (weights * steps + cached * visible) / speed
@@ -115,28 +117,32 @@ def sampler(args: argparse.Namespace) -> None:
             numbers |= {"ms a token": 1e3 * took / steps, "ms are the limit": 1e3 * limit / steps}
             show(f"{name}, {kind} lengths", numbers | {"times the limit": took / limit})
 
-    measure("generate")
-    measure("rollout.sample without CUDA graphs")
+    measure("generate", generate)
+    measure("rollout.sample without CUDA graphs", slots, graphs=False)
     if CUDA:
-        measure("rollout.sample")
+        measure("rollout.sample", slots, graphs=True)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(PATIENCE)
-    try:
-        measure("generate with a static cache")
+    try:  # it compiles in the first call
+        measure("generate with a static cache", generate, warm=args.new, cache="static")
     except (Exception, KeyboardInterrupt) as error:  # a compiler can fail in any way
-        print(f"generate with a static cache: left out, after at most {PATIENCE} s: {error!r:.200}")
+        print(
+            f"generate with a static cache ended, or took over {PATIENCE} seconds: {error!r:.200}"
+        )
 
 
 @ranks.session("speed.py")
 def ours(args: argparse.Namespace) -> None:
     """Take steps of stapo.py, without its checkpoint of 20 GB."""
     prompts = args.rows // GROUP
-    flags = f"--data {runs.TINY}/train.jsonl --instruction= --reward {__file__}:parity --batch_size"
-    flags += f" {prompts} --mini_batch_size {prompts // 4} --max_new_tokens {args.new}"
-    cfg = parse_flags(stapo.Config, "", [*flags.split(), "--model", make_model(args)])
+    text = f"--data {runs.TINY}/train.jsonl --instruction= --reward {__file__}:parity --batch_size"
+    text += f" {prompts} --mini_batch_size {prompts // 4} --max_new_tokens {args.new}"
+    cfg = parse_flags(stapo.Config, "", [*text.split(), "--model", make_model(args)])
     keys = "rollout_seconds update_seconds tokens_per_second peak_memory_gb sampling_z".split()
     task = stapo.load_task(cfg)
     policy, optimizer, _ = stapo.load_models(cfg, task.tokenizer, None)
+    rollouts = -(-args.rows // cfg.rollout_batch_size)
+    stapo.train_step(policy, None, optimizer, task, 1, cfg)  # loads kernels, as a run's first step
     for graphs in (False, True) if CUDA else (False,):
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -144,9 +150,12 @@ def ours(args: argparse.Namespace) -> None:
             flags = replace(cfg, cuda_graphs=graphs)
             result = stapo.train_step(policy, None, optimizer, task, step, flags)
             line = stapo.step_metrics(result, cfg.tau_p)
-            each = 1e3 * line["rollout_seconds"] / max(result.batch.mask.sum(1).tolist())
+            longest = max(result.batch.mask.sum(1).tolist())
+            each = 1e3 * line["rollout_seconds"] / longest / rollouts
             name = f"stapo.py {'with' if graphs else 'without'} CUDA graphs, step {step}"
-            show(name, {"ms a token": each} | {key: line[key] for key in keys})
+            show(
+                name, {"ms a token with rewards, p and H": each} | {key: line[key] for key in keys}
+            )
 
 
 def trl(args: argparse.Namespace) -> None:
@@ -190,4 +199,6 @@ if __name__ == "__main__":
     for name, default in SHAPE.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if args.rows % 32:
+        parser.error("--rows must be a multiple of 32: four mini-batches of groups of eight")
     parts[args.part](args)

@@ -25,14 +25,14 @@ PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
 CACHE_BLOCK = 128  # tokens by which the cache grows on a CPU
 ALIGN = 8  # attention kernels want lengths that are a multiple of this
 # Bytes to draw a token, for each id of the vocabulary. When top-p sorts: logits, divided by the
-# temperature too (4 each), sorted values and indices (4 and 8), CUDA's buffers (32). Twice, because
-# recorded steps have a memory pool of their own.
+# temperature too (4 each), sorted values and indices (4 and 8), CUDA's buffers (32). All twice: a
+# recorded step keeps its own.
 DRAW_BYTES = 2 * 52
-# On CUDA a step is recorded for each pair (rows, visible positions): rows rounded up to eighths of
-# the slots, positions to multiples of 256. A finer grid makes more recordings. Each takes about
-# 0.12 s and 25 MB. A coarser grid reads more keys and values that no row needs. For 128 rows of
-# Qwen3-1.7B on an H100, 256 positions take as long either way. (These are estimates.)
-ROW_PARTS, VISIBLE_BLOCK = 8, 256
+# On a GPU a step is recorded for each pair (rows, visible positions), in about 0.12 s and 25 MB.
+# Rows are rounded up to eighths of the slots, positions to sixteenths of the cache and at least to
+# multiples of 256. Smaller parts make more recordings. Larger parts read more keys and values that
+# no row needs. At 256, for 128 rows of Qwen3-1.7B on an H100, both cost the same (estimated).
+ROW_PARTS, VISIBLE_PARTS, VISIBLE_LEAST = 8, 16, 256
 
 
 class SlotCache(Cache):
@@ -229,8 +229,11 @@ class Decoder:
     - The weights, the cache and `state` stay where they are. FSDP2 gathers the weights to new
       addresses for the next rollout, so recordings end with their rollout.
     - A step takes nothing from the host. Its mask and its random numbers are made from `state`.
-    - A recording is compared with the step itself before it is used.
+    - A step leaves its results in `state` and the cache, so recordings can share other memory.
+    - A recording must first draw the tokens that the step itself draws.
     """
+
+    recordings_work = True  # until one fails: then this process makes no more
 
     def __init__(
         self, forward: Callable, cache: SlotCache, draw: Callable, slots: int, record: bool
@@ -240,7 +243,7 @@ class Decoder:
         self.state = torch.zeros(3, slots, 1, dtype=torch.long, device=cache.device)
         self.slot = torch.arange(slots, device=cache.device)[:, None]  # (slots, 1)
         self.on_gpu = cache.device.type == "cuda"
-        self.record = record and self.on_gpu
+        self.record = record and self.on_gpu and self.recordings_work
         self.pool = torch.cuda.graph_pool_handle() if self.record else None
         # The recording of each pair (rows, visible positions). None: its step has run once.
         self.recordings: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
@@ -248,7 +251,8 @@ class Decoder:
     def decode(self, rows: list[Row], steps: int) -> torch.Tensor:
         """Draw `steps` more tokens for each of R rows: (R, steps) long."""
         state = [(row.ids[-1], len(row.ids) - 1, row.seed) for row in rows]
-        self.state.zero_()  # a slot without a row also counts on, but from 0: it stays in the cache
+        # A step also moves slots without a row on. From position 0 they stay within the cache.
+        self.state.zero_()
         self.state[:, : len(rows), 0] = torch.tensor(state).T.to(self.state.device)
         longest, tokens = max(len(row.ids) for row in rows), []
         for step in range(steps):
@@ -257,12 +261,13 @@ class Decoder:
         return torch.cat(tokens, 1)
 
     def rounded(self, rows: int, visible: int) -> tuple[int, int]:
-        """The pair (rows, visible positions) for a step that needs at least so many of both."""
+        """The pair for a step that needs so many of both. The same without recordings: same tokens."""
         if not self.on_gpu:
             return rows, rounded_up(visible, ALIGN)
-        slots, visible = len(self.slot), rounded_up(visible, VISIBLE_BLOCK)
+        slots, capacity = len(self.slot), self.cache.capacity
+        part = max(VISIBLE_LEAST, rounded_up(capacity // VISIBLE_PARTS, ALIGN))
         rows = rounded_up(rows, -(-slots // ROW_PARTS))
-        return min(rows, slots), min(visible, self.cache.capacity)
+        return min(rows, slots), min(rounded_up(visible, part), capacity)
 
     def run(self, *pair: int) -> None:
         """Take a step: as it is the first time, recorded the second time, then replayed."""
@@ -270,7 +275,7 @@ class Decoder:
             recording.replay()
         elif self.record and pair in self.recordings:
             self.record_step(pair)
-        else:  # the first time libraries load kernels, which they cannot in a recording
+        else:  # before a recording libraries must have loaded the kernels
             self.step(*pair)
             self.recordings[pair] = None
 
@@ -287,30 +292,30 @@ class Decoder:
         token.copy_(self.draw(token, logits, uniform(seed, position)))
 
     def record_step(self, pair: tuple[int, int]) -> None:
-        """Take a step, and record it. If that fails, the rollout goes on without recordings."""
+        """Take a step, and record it. If that fails, decoding goes on without recordings."""
         before = self.state.clone()
         self.step(*pair)
-        after = self.state.clone()
+        after, recording = self.state.clone(), torch.cuda.CUDAGraph()
         try:
-            self.state.copy_(before)
-            recording = torch.cuda.CUDAGraph()
-            # The stream is named because a recording that fails leaves its own behind. Other
-            # threads may go on ("thread_local"): NCCL's watchdog asks for events.
+            # `graph` changes the current stream, and changes it back unless the recording fails:
+            # `stream` always does. NCCL's watchdog thread asks for events: "thread_local" lets it.
             with (
-                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.stream(torch.cuda.current_stream(self.cache.device)),
                 torch.cuda.graph(recording, pool=self.pool, capture_error_mode="thread_local"),
             ):
-                self.step(*pair)
+                self.step(*pair)  # computes nothing
+            self.state.copy_(before)
             recording.replay()
             if not self.state.equal(after):
                 raise RuntimeError("a replay differs from its step")
             self.recordings[pair] = recording
         except RuntimeError as error:
             self.state.copy_(after)
-            self.record, self.recordings = False, {}
+            self.record, self.recordings, Decoder.recordings_work = False, {}, False
+            # The end of a recording raises too, and hides what failed within it.
             why = str(error.__context__ or error).split("\n")[0]
-            log(f"decoding goes on without CUDA graphs, as with --no_cuda_graphs: {why}")
-            torch.cuda.empty_cache()  # torch 2.11 raises here if the recording itself failed
+            hint = "if torch fails later (before 2.13 it can), give --no_cuda_graphs"
+            log(f"decoding goes on without CUDA graphs: {why}; {hint}")
 
 
 def next_token(logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

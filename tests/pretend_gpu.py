@@ -3,10 +3,10 @@
     python tests/pretend_gpu.py FILE.py     # runs FILE.py on it
 
 What mixes devices raises as on a GPU; matrix products with `out_dtype`, which only CUDA has, are
-computed from their definition; FSDP2 runs over gloo. A CUDA graph is the list of operations that
-ran while it was captured: they are undone at the end, because a capture computes nothing, and a
-replay does them again on the same tensors. It shows neither speed nor memory, streams, NCCL, or
-CUDA's own attention kernels. It needs g++ and a build of torch for CPUs.
+computed from their definition; FSDP2 runs over gloo. A CUDA graph is the list of operations of its
+capture: they are undone at the end, because a capture computes nothing, and a replay does them
+again on the same tensors. It shows neither speed nor memory, streams (also those of a capture),
+NCCL, or CUDA's own attention kernels. It needs g++ and a build of torch for CPUs.
 """
 
 import contextlib
@@ -165,7 +165,8 @@ class CUDAGraph:
 
 @contextlib.contextmanager
 def capture(graph, pool=None, capture_error_mode="global"):
-    """torch.cuda.graph. NCCL's watchdog would end any other mode, and no pool is a new pool."""
+    """torch.cuda.graph, with what Decoder must give: NCCL's watchdog needs this mode, and graphs
+    share a pool only if it is named."""
     assert pool == "a pool" and capture_error_mode == "thread_local"
     CUDAGraph.capturing = graph
     try:
