@@ -261,7 +261,7 @@ class Decoder:
         return torch.cat(tokens, 1)
 
     def rounded(self, rows: int, visible: int) -> tuple[int, int]:
-        """The pair for a step that needs so many of both. The same without recordings: same tokens."""
+        """The pair for a step that needs at least so many, with recordings and without."""
         if not self.on_gpu:
             return rows, rounded_up(visible, ALIGN)
         slots, capacity = len(self.slot), self.cache.capacity
