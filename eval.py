@@ -110,7 +110,7 @@ class EvalConfig:
     limit: int = flag(0, "number of problems of each benchmark, its first (0: all)")
     max_new_tokens: int = flag(20480, "longest response, in tokens")
     rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
-    cuda_graphs: bool = flag(True, "CUDA: replay decoding steps; --no_cuda_graphs launches kernels")
+    cuda_graphs: bool = flag(True, "replay recorded decoding steps on CUDA; off: --no_cuda_graphs")
     seed: int = flag(0, "seed of the sampling")
     instruction: str = flag(rollout.INSTRUCTION, "text after every problem; may be empty")
     chat_template: str = flag(

@@ -859,7 +859,7 @@ class Config:
     grad_clip: float = flag(1.0, "largest gradient norm")
     seed: int = flag(0, "seed of the data order and of the sampling")
     rollout_batch_size: int = flag(256, "most responses decoded at a time on each rank")
-    cuda_graphs: bool = flag(True, "CUDA: replay decoding steps; --no_cuda_graphs launches kernels")
+    cuda_graphs: bool = flag(True, "replay recorded decoding steps on CUDA; off: --no_cuda_graphs")
     tokens_per_micro_batch: int = flag(16384, "most tokens of a micro-batch, padding included")
     gradient_checkpointing: bool = flag(
         True, "recompute activations, which saves memory; --no_gradient_checkpointing keeps them"
