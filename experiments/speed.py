@@ -126,9 +126,7 @@ def sampler(args: argparse.Namespace) -> None:
     try:  # it compiles in the first call
         measure("generate with a static cache", generate, warm=args.new, cache="static")
     except (Exception, KeyboardInterrupt) as error:  # a compiler can fail in any way
-        print(
-            f"generate with a static cache ended, or took over {PATIENCE} seconds: {error!r:.200}"
-        )
+        print(f"generate with a static cache failed, or took over {PATIENCE} s: {error!r:.200}")
 
 
 @ranks.session("speed.py")
@@ -152,10 +150,9 @@ def ours(args: argparse.Namespace) -> None:
             line = stapo.step_metrics(result, cfg.tau_p)
             longest = max(result.batch.mask.sum(1).tolist())
             each = 1e3 * line["rollout_seconds"] / longest / rollouts
-            name = f"stapo.py {'with' if graphs else 'without'} CUDA graphs, step {step}"
-            show(
-                name, {"ms a token with rewards, p and H": each} | {key: line[key] for key in keys}
-            )
+            numbers = {"ms a token with rewards, p and H": each}
+            numbers |= {key: line[key] for key in keys}
+            show(f"{'with' if graphs else 'without'} CUDA graphs, step {step}", numbers)
 
 
 def trl(args: argparse.Namespace) -> None:

@@ -256,7 +256,8 @@ class Decoder:
         self.state[:, : len(rows), 0] = torch.tensor(state).T.to(self.state.device)
         longest, tokens = max(len(row.ids) for row in rows), []
         for step in range(steps):
-            self.run(*self.rounded(len(rows), longest + step))
+            padded, visible = self.rounded(len(rows), longest + step)
+            self.run(padded, visible)
             tokens.append(self.state[0, : len(rows)].clone())
         return torch.cat(tokens, 1)
 
@@ -269,15 +270,15 @@ class Decoder:
         rows = rounded_up(rows, -(-slots // ROW_PARTS))
         return min(rows, slots), min(rounded_up(visible, part), capacity)
 
-    def run(self, *pair: int) -> None:
+    def run(self, rows: int, visible: int) -> None:
         """Take a step: as it is the first time, recorded the second time, then replayed."""
-        if recording := self.recordings.get(pair):
+        if recording := self.recordings.get((rows, visible)):
             recording.replay()
-        elif self.record and pair in self.recordings:
-            self.record_step(pair)
+        elif self.record and (rows, visible) in self.recordings:
+            self.record_step(rows, visible)
         else:  # before a recording libraries must have loaded the kernels
-            self.step(*pair)
-            self.recordings[pair] = None
+            self.step(rows, visible)
+            self.recordings[rows, visible] = None
 
     def step(self, rows: int, visible: int) -> None:
         """Forward the last tokens of the first R slots, and write the next ones over them."""
@@ -291,10 +292,10 @@ class Decoder:
         position += 1
         token.copy_(self.draw(token, logits, uniform(seed, position)))
 
-    def record_step(self, pair: tuple[int, int]) -> None:
+    def record_step(self, rows: int, visible: int) -> None:
         """Take a step, and record it. If that fails, decoding goes on without recordings."""
         before = self.state.clone()
-        self.step(*pair)
+        self.step(rows, visible)
         after, recording = self.state.clone(), torch.cuda.CUDAGraph()
         try:
             # `graph` changes the current stream, and changes it back unless the recording fails:
@@ -303,12 +304,12 @@ class Decoder:
                 torch.cuda.stream(torch.cuda.current_stream(self.cache.device)),
                 torch.cuda.graph(recording, pool=self.pool, capture_error_mode="thread_local"),
             ):
-                self.step(*pair)  # computes nothing
+                self.step(rows, visible)  # computes nothing
             self.state.copy_(before)
             recording.replay()
             if not self.state.equal(after):
                 raise RuntimeError("a replay differs from its step")
-            self.recordings[pair] = recording
+            self.recordings[rows, visible] = recording
         except RuntimeError as error:
             self.state.copy_(after)
             self.record, self.recordings, Decoder.recordings_work = False, {}, False

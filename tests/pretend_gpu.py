@@ -108,9 +108,7 @@ def wide_sum(total, left, right, out_dtype, *, out):
 CUDA_ONLY = {aten.mm.dtype: wide_product, aten.addmm.dtype_out: wide_sum}
 MOVES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-
-
-# Operations that hand numbers to the host, as tensor.item() does.
+# These hand numbers to the host, as tensor.item() does.
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)
 
 
@@ -133,6 +131,8 @@ def refuse_mixtures(func, tensors) -> None:
 
 
 class CUDAGraph:
+    """The operations of a capture, on plain tensors, and what they have overwritten."""
+
     capturing = None  # the graph that is captured now
 
     def __init__(self):
@@ -165,8 +165,7 @@ class CUDAGraph:
 
 @contextlib.contextmanager
 def capture(graph, pool=None, capture_error_mode="global"):
-    """torch.cuda.graph, with what Decoder must give: NCCL's watchdog needs this mode, and graphs
-    share a pool only if it is named."""
+    """torch.cuda.graph. NCCL's watchdog needs this mode, and graphs share a pool if it is named."""
     assert pool == "a pool" and capture_error_mode == "thread_local"
     CUDAGraph.capturing = graph
     try:
