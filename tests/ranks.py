@@ -87,6 +87,9 @@ CASES = {
     "idle-ranks": ("--method random --tokens_per_micro_batch 1", (1, 4)),
     # the model has a head of its own, and its activations are computed again
     "grpo": ("--method grpo --beta 0.1 --model {folder}/untied --gradient_checkpointing", (1, 2)),
+    # a quantile over all tokens: the first version of the paper, and 20-Entropy
+    "version-1": ("--quantile_over all", (1, 4)),
+    "20-entropy": ("--method 20-entropy", (1, 4)),
     # one rank's responses are a token or none, and in the first mini-batch its loss is NaN
     "poisoned": ("--method 20-entropy", (1, 2)),
     "moved": ("", (1, 2)),  # goes on with what `stapo` has left of its first step on four ranks

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 from helpers import TINY, lines, read_rows, run, weights
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import stapo
 from rollout import load_tokenizer
@@ -38,8 +39,16 @@ def test_a_run_is_lines_of_metrics_and_samples(tmp_path, capsys):
         assert (row["reward"] == 1) == (f"\\boxed{{{row['gold']}}}" in row["response"])
 
 
-def test_checkpoints_every_few_steps(tmp_path):
-    """The newest two stay, and what a user copied. Tied weights are in them once."""
+def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
+    """The newest two stay, and what a user copied. Tied weights are in them once.
+
+    Here each weight is a copy, as from a GPU. On a CPU transformers sees that two share memory.
+    """
+
+    def copied(*args, **options):
+        return {name: x.clone() for name, x in get_model_state_dict(*args, **options).items()}
+
+    monkeypatch.setattr("support.run.get_model_state_dict", copied)
     run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2")
     folders = checkpoints(tmp_path / "run")
     assert [folder.name for folder in folders] == ["step_000004", "step_000005"]

@@ -1,8 +1,9 @@
 """credit.py against a policy that is small enough to enumerate; stopped and started again."""
 
 import re
+import shutil
 from collections import defaultdict
-from statistics import fmean, median
+from statistics import fmean, median, pvariance
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ from helpers import SHAPE, read_rows, refused, write_rows
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+import stapo
 from support.run import read_lines
 
 pytest.importorskip("matplotlib", reason="tokens.py needs matplotlib")
 import credit  # noqa: E402
 
 LONGEST = 4  # tokens of a response
-VOCABULARY = ["<eos>", "<pad>", *"abcde", "\n"]  # the head of the model has two more
+VOCABULARY = ["<eos>", "<pad>", *"abcd", r"\boxed{1}", "\n"]  # the model's head has two more
 REWARD = """
 def odd(text, row):
     return 3.0 if (len(text) + text.count(row["letter"])) % 2 else -1.0
@@ -37,7 +39,7 @@ def small(tmp_path):
     inner.decoder = decoders.Fuse()
     special = {"eos_token": "<eos>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(tmp_path / "model")
-    problems = [{"problem": x + y, "letter": y} for x in "ac" for y in "bc"]
+    problems = [{"problem": x + y, "letter": y, "answer": "1"} for x in "ac" for y in "bc"]
     (tmp_path / "own.py").write_text(REWARD)
     return (
         model,
@@ -46,6 +48,24 @@ def small(tmp_path):
         --tau_p 0.15 --batch_size 4 --mini_batch_size 2 --group_size 16 --max_new_tokens {LONGEST}
         --rollout_batch_size 512 --tokens 1000 --controls 1000 --batches 1 --threads 1""",
     )
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """{step: batch} of what is collected, and the seeds of all continuations."""
+    batches, seeds, collect, sample = {}, [], stapo.collect, credit.sample
+
+    def collected(policy, reference, task, step, cfg):
+        batches[step], samples = collect(policy, reference, task, step, cfg)
+        return batches[step], samples
+
+    def sampled(*args, seed, **options):
+        seeds.extend(seed)
+        return sample(*args, seed=seed, **options)
+
+    monkeypatch.setattr(stapo, "collect", collected)
+    monkeypatch.setattr(credit, "sample", sampled)
+    return batches, seeds
 
 
 @torch.no_grad()
@@ -65,7 +85,8 @@ def exact_values(model, prompt, letter):
     return values, pis
 
 
-def test_the_values_are_those_of_all_continuations(tmp_path, small):
+def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
+    """Tokens, their statistics, V and Q, placebos by the model's probabilities, and the table."""
     model, flags = small
     credit.main(f"{flags} --continuations 400 --output {tmp_path}/out".split())
     rows = read_rows(tmp_path / "out" / "credit.jsonl")
@@ -73,7 +94,10 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small):
     for number, row in enumerate(read_rows(tmp_path / "data.jsonl")):
         prompt = [VOCABULARY.index(x) for x in row["problem"] + "\n"]
         exact[number] = exact_values(model, prompt, row["letter"])
-    errors, entropies = {}, defaultdict(list)
+    errors, entropies, placebos = {}, defaultdict(list), []
+    (batch,), seeds = seen[0].values(), seen[1]
+    groups = batch.rewards.view(4, 16)
+    true_a = ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()
     for row, token in zip(rows, read_rows(tmp_path / "out" / "tokens.jsonl"), strict=True):
         values, pis = exact[row["problem"]]
         response = tuple(token["ids"][3:])
@@ -85,11 +109,15 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small):
         assert row["answered"] == (2 in before)
         assert (row["p"] < 0.15) == ("likely" not in row["kind"])
         assert (row["A"] < 0) == ("wrong" in row["kind"])
+        assert row["A"] == pytest.approx(float(true_a[int(row["response"][2:])]), rel=1e-5)
         found = {"V": before, "Q": behind}
         if row["kind"] in ("silenced", "kept"):
             entropies[int(row["response"][2:]) // 32].append(row["H"])  # of a mini-batch
             found["placebo"] = (*before, row["placebo_id"])
             assert pi[row["placebo_id"]] < 0.15
+            share = pi.where(pi < 0.15, 0) / row["rare_p"]  # of each token among the rare ones
+            mean, spread = float(share @ share), float(share @ share**2) - float(share @ share) ** 2
+            placebos.append((float(share[row["placebo_id"]]) - mean, spread))
         for name, prefix in found.items():
             error = (values[prefix] * (1 - values[prefix]) / 400) ** 0.5
             share = (row[name] + 1) / 4  # of the reward 3
@@ -99,32 +127,109 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small):
     assert len(errors) > 100
     assert fmean(z * z for z in errors.values()) == pytest.approx(1, abs=0.4)
     assert abs(sum(errors.values())) / len(errors) ** 0.5 < 3
+    assert len({*seeds}) == 400 * len(errors)  # two rows can measure the same place
+    apart, spreads = map(sum, zip(*placebos))
+    assert abs(apart) / spreads**0.5 < 3, "not drawn by their probabilities"
     for row in [row for row in rows if row["kind"] in ("silenced", "kept")]:
         of_mini_batch = entropies[int(row["response"][2:]) // 32]
+        below = sum(entropy <= row["H"] for entropy in of_mini_batch) - 1
+        assert row["rank"] == pytest.approx(below / (len(of_mini_batch) - 1))
         assert (row["kind"] == "silenced") == (row["H"] < median(of_mini_batch))
         assert (row["kind"] == "silenced") == (row["rank"] < 0.5)
     check_table((tmp_path / "out" / "table.md").read_text(), rows)
 
 
+def worth(name: str, own: list[dict], minus: list[dict] | None) -> str:
+    """A cell of the table: the mean of Q - V, and its standard error, clustered by problem."""
+    mean, by_problem = 0.0, defaultdict(float)
+    for sign, part in ((1, own), (-1, minus)):
+        if part is None:
+            continue
+        if len({row["problem"] for row in part}) < 2:
+            return "-"
+        values = [row[name] - row["V"] for row in part]
+        mean += sign * fmean(values)
+        for row, value in zip(part, values):
+            by_problem[row["problem"]] += sign * (value - fmean(values)) / len(part)
+    n = len(by_problem)
+    error = (n / (n - 1) * sum(x * x for x in by_problem.values())) ** 0.5
+    return f"{mean:+.3f} ± {error:.3f}"
+
+
 def check_table(table: str, rows: list[dict]) -> None:
-    """Its means and errors of silenced tokens, by a plain second computation."""
-    cells = re.search(r"\| silenced \| (.*) \|", table)[1].split(" | ")
-    own = [row for row in rows if row["kind"] == "silenced"]
-    worth = [row["Q"] - row["V"] for row in own]
-    by_problem = defaultdict(float)
-    for row, value in zip(own, worth):
-        by_problem[row["problem"]] += value - fmean(worth)
-    squares, n = sum(x * x for x in by_problem.values()), len(by_problem)
-    error = (n / (n - 1) * squares) ** 0.5 / len(own)
-    assert cells[0] == str(len(own)) and cells[4] == f"{fmean(worth):+.3f} ± {error:.3f}"
-    assert float(cells[3]) == pytest.approx(fmean(row["V"] for row in own), rel=0.01)
+    """Each of its cells, by a plain second computation."""
+    found = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:2] == "| "]
+    columns = [rows, [row for row in rows if row["t"] in (0, 1)], [r for r in rows if r["t"] > 1]]
+    columns += [[row for row in rows if row["answered"] is said] for said in (False, True)]
+    of = {kind: [row for row in rows if row["kind"] == kind] for kind in credit.KINDS}
+    titles = {kind: (kind, None, "Q") for kind in credit.KINDS}
+    titles |= {"kept minus silenced": ("kept", "silenced", "Q")}
+    titles |= {f"placebo of {kind}": (kind, None, "placebo") for kind in credit.CANDIDATES}
+    assert len(found) == 2 + len(titles) == 2 + 8
+    for title, n, *cells in found[2:]:
+        kind, minus, name = titles[title]
+        means = [f"{fmean(row[key] for row in of[kind]):.3g}" for key in ("A", "rare_p", "V")]
+        for column in columns:
+            own = [row for row in column if row["kind"] == kind]
+            less = [row for row in column if row["kind"] == minus] if minus else None
+            means.append(worth(name, own, less))
+        assert (n, cells) == (str(len(of[kind])), means), title
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path, small, capsys):
-    """With the same values, to the digit; and other flags are refused."""
-    flags = f"{small[1]} --continuations 8 --output {tmp_path}/out"
+def test_tokens_are_drawn_evenly_from_as_many_batches_as_are_needed(tmp_path, small, seen):
+    """A likely token is drawn beside each rare one, from the same response, if it has any."""
+    flags = "--tokens 20 --controls 80 --batches 9 --continuations 1"
+    credit.main(f"{small[1]} {flags} --output {tmp_path}/out".split())
+    rare, likely, enough = {kind: [] for kind in credit.RARE}, defaultdict(dict), []
+    for step, batch in seen[0].items():
+        low = batch.mask & (batch.old.logp.exp() < 0.15)
+        for i, at in (batch.mask & ~low).nonzero().tolist():
+            likely[f"{step}-{i}"][at - 3] = float(batch.old.logp[i, at].exp())
+        for i, at in (low & (batch.advantages != 0)[:, None]).nonzero().tolist():
+            kind, entropy = "rare, wrong", batch.old.entropy
+            if batch.advantages[i] > 0:
+                part = slice(i // 32 * 32, i // 32 * 32 + 32)  # a mini-batch
+                among = low[part] & (batch.advantages[part, None] > 0)
+                is_low = entropy[i, at] < entropy[part][among].quantile(0.5)
+                kind = "silenced" if is_low else "kept"
+            rare[kind].append((f"{step}-{i}", at - 3))
+        enough.append(all(len(rare[kind]) >= n for kind, n in zip(credit.RARE, (20, 20, 80))))
+    assert 2 < len(enough) < 9 and enough.index(True) == len(enough) - 1
+    rows, chosen = read_rows(tmp_path / "out" / "tokens.jsonl"), defaultdict(list)
+    for row in rows:
+        chosen[row["kind"]].append((row["response"], row["t"]))
+    draws = defaultdict(list)  # a number of each token that was drawn, and those of all others
+    for kind, n in zip(credit.RARE, (20, 20, 80)):
+        assert len({*chosen[kind]}) == n
+        draws[kind] = [(rare[kind].index(at), range(len(rare[kind]))) for at in chosen[kind]]
+    beside = {"likely, right": chosen["silenced"] + chosen["kept"]}
+    beside |= {"likely, wrong": chosen["rare, wrong"]}
+    for kind, places in beside.items():
+        responses = sorted(response for response, _ in places if likely[response])
+        assert sorted(response for response, _ in chosen[kind]) == responses
+        draws["t"] += [(t, [*likely[response]]) for response, t in chosen[kind]]
+        draws["p"] += [(likely[r][t], likely[r].values()) for r, t in chosen[kind]]
+    for name, each in draws.items():
+        apart = sum(value - fmean(among) for value, among in each)
+        assert abs(apart) / sum(pvariance(among) for _, among in each) ** 0.5 < 3, name
+
+
+def test_without_a_reward_a_box_is_the_answer(tmp_path, small, capsys):
+    """And --answered, which cannot be read then, is refused."""
+    flags = f"{small[1]} --reward= --batches 9 --continuations 2 --output {tmp_path}/out"
+    assert "--answered " in refused(capsys, flags, credit.main)
+    credit.main(f"{flags} --answered=".split())
+    rows = read_rows(tmp_path / "out" / "credit.jsonl")
+    for row, token in zip(rows, read_rows(tmp_path / "out" / "tokens.jsonl"), strict=True):
+        assert row["answered"] == (6 in token["ids"][3 : 3 + row["t"]])
+    assert {row["answered"] for row in rows} == {False, True}
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path, small):
+    """With the same values, to the digit. The page has the lowest and the highest Q - V."""
+    more = "--continuations 8 --tokens 30 --controls 10 --batches 9"
+    flags, out = f"{small[1]} {more} --output {tmp_path}/out", tmp_path / "out"
     credit.main(flags.split())
-    out = tmp_path / "out"
     whole = {name: (out / name).read_text() for name in ("table.md", "credit.jsonl", "tokens.html")}
     lines = (out / "rewards.jsonl").read_text()
     (out / "rewards.jsonl").write_text(lines[: len(lines) // 2])  # within a line
@@ -132,11 +237,36 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, capsys):
         (out / name).unlink()
     credit.main(flags.split())
     assert whole == {name: (out / name).read_text() for name in whole}
-    numbers = [line["number"] for line in read_lines(out / "rewards.jsonl")]
-    assert sorted(numbers) == list(range(whole["credit.jsonl"].count("\n")))  # each once
-    assert whole["tokens.html"].count("<article>") == min(
-        40, whole["credit.jsonl"].count("placebo_")
-    )
-    assert "--seed: " in refused(capsys, f"{flags} --seed 1", credit.main)
+    numbers, rows = read_lines(out / "rewards.jsonl"), read_rows(out / "credit.jsonl")
+    assert sorted(line["number"] for line in numbers) == list(range(len(rows)))  # each once
+    worth = sorted(row["Q"] - row["V"] for row in rows if "placebo" in row)
+    shown = re.findall(r"Q - V = ([+-][\d.]+)", whole["tokens.html"])
+    assert len(worth) == 60
+    assert [*map(float, shown)] == pytest.approx(worth[:20] + worth[-20:], abs=0.00501)
+    for article in whole["tokens.html"].split("<article>")[1:]:
+        number = int(re.search(r"token (\d+), ", article)[1])
+        assert article.split('class="measured"')[0].count("data-about") == number - 1
+
+
+OTHERS = """--seed 1, --continuations 9, --tokens 31, --controls 11, --batches 2, --tau_p 0.2,
+    --q 0.6, --quantile_over all, --batch_size 8, --mini_batch_size 4, --group_size 8,
+    --max_new_tokens 3, --max_prompt_tokens 9, --instruction So?, --chat_template none, --answered=,
+    --reward {}/own.py:has_a, --model {}/other, --data {}/other.jsonl"""
+
+
+def test_tokens_of_something_else_are_refused_by_name(tmp_path, small, capsys):
+    """And a folder of another program: no table is written over."""
+    flags = f"{small[1]} --continuations 1 --output {tmp_path}/out"
+    credit.main(flags.split())
+    weights = shutil.copytree(tmp_path / "model", tmp_path / "other") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    write_rows(tmp_path / "other.jsonl", {"problem": "a", "letter": "a", "answer": "1"})
+    for other in OTHERS.replace("{}", str(tmp_path)).split(","):
+        name = other.split()[0].strip("=")
+        assert f"{name}: " in refused(capsys, f"{flags} {other}", credit.main)
     (tmp_path / "own.py").write_text(REWARD.replace("3.0", "2.0"))
     assert "--reward_file: " in refused(capsys, flags, credit.main)
+    (tmp_path / "table.md").write_text("another program's")
+    message = refused(capsys, f"{flags} --output {tmp_path}", credit.main)
+    assert "name an empty directory" in message
+    assert (tmp_path / "table.md").read_text() == "another program's"

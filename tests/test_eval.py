@@ -263,7 +263,7 @@ def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
     rows = ({"question": f"problem {i}", "level": i} for i in range(6))  # and no answer
     files = write_problems(tmp_path / "aime24.jsonl", 3), write_rows(tmp_path / "task.jsonl", *rows)
     flags = ["--samples", 1, "--decoding", "training", "--reward", f"{own}:level"]
-    for text, mean in (("0.5 if row['level'] == 0 else -1", "16.67"), ("1", "100.00")):
+    for text, mean in (("0.5 if row['level'] < 1 else 1 - row['level']", "16.67"), ("1", "100.00")):
         own.write_text(f"def level(response, row):\n    return {text}\n")
         run(tmp_path / "out", "--benchmarks", *files, *flags)
         line = f"| {TINY} | training | {own}:level (the six: rule) | 100.00 | {mean} |"

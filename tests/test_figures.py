@@ -1,6 +1,7 @@
 """figures.py on run directories whose numbers are known: its CSV, its PNGs and what it prints."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,21 @@ def test_flags_that_changed_in_the_middle_make_a_line_of_their_own(tmp_path):
         write_run(tmp_path / str(seed), [metrics(1, 0.5)], seed=seed, changes=each)
     groups = figures.group_runs([tmp_path / str(seed) for seed in range(3)])
     assert [sorted(group.runs) for group in groups] == [[0, 1], [2]]
+
+
+# The seed, and what saves, reports and rounds: runs that differ in these are one line.
+ONE_LINE = """seed output resume data steps save_every keep_last log_samples threads report_to
+    eval_every eval_benchmarks eval_limit eval_samples rollout_batch_size cuda_graphs
+    tokens_per_micro_batch gradient_checkpointing""".split()
+
+
+def test_any_other_flag_makes_a_line_of_its_own(tmp_path):
+    config = asdict(stapo.Config())
+    first = write_run(tmp_path / "first", [metrics(1, 0.5)], **config)
+    for name in config:
+        flags = config | {"seed": 1, name: "another"}
+        groups = figures.group_runs([first, write_run(tmp_path / name, [metrics(1, 0.5)], **flags)])
+        assert len(groups) == 1 + (name not in ONE_LINE), name
 
 
 def test_real_runs_that_differ_in_the_seed_alone_are_one_line(tmp_path, undrawn):

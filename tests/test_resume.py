@@ -43,7 +43,7 @@ def flags(folder: Path, number: int = 0, happening: str = "") -> str:
     if happening:
         (folder / "happening").write_text(happening)
     return f"""{FLAGS} --steps 4 --data {data} --reward {folder}/own.py:letters --eval_every 2
-        --eval_benchmarks {data} --eval_samples 2 --eval_limit 4 --method full-mask --tau_p 0.9"""
+        --eval_benchmarks {data} --eval_samples 2 --eval_limit 4 --method grpo --beta 0.5"""
 
 
 def left(output: Path) -> tuple:
@@ -64,6 +64,7 @@ def whole(tmp_path_factory):
         (3, STOP, 130, [], "stopped after step 0 of 4; continue with"),  # in the first evaluation
         (51, STOP, 130, [2, 3], "stopped after step 3 of 4; continue with"),
         (35, STOP, 130, [2], "stopped after step 2 of 4; continue with"),
+        (67, STOP, 130, [2, 4], "stopped after step 4 of 4; continue with"),
         (43, "raise ValueError", 1, [2], r"stapo.py: --reward .*: ValueError\(\) at .*, line 1"),
         (67, KILL, -9, [2], "step 3 of 4: "),  # step 3 has no checkpoint
         (51, "os.chdir(Path(__file__).parent)", 0, [2, 4], "the run is in "),

@@ -27,7 +27,7 @@ EQUAL = r"""
 (5/2)! | \frac{15\sqrt\pi}{8}
 \sin(x) y | y \sin x
 \sin x | sin(x) | sin x
-3 | \log_2 8 | 3^{\text{rd}}
+3 | \log_2 8 | 3^{\text{rd}} | \lg 1000 | \ln e^3
 \operatorname{sin} 2x | 2 \sin x \cos x
 \sin^{-1}\frac{10}{13} | \arcsin(10/13)
 v_{\text{red}} t | t v _{red}
@@ -39,7 +39,8 @@ y = \sqrt{2} x + e^x | e^x - y + \sqrt2 x = 0
 1, 2, 3 | \{3, 1, 2\} | 3, 2, and 1 | x \in \{3, 1, 2\} | x = 1, x = 3 or x = 2
 100,200 | 100200 | 200, 100 | 100 and 200
 x \in [-2,7] | -2 \le x \le 7 | 7 \ge x \geq -2
-x < 2 | (-\infty, 2) | 2 > x
+x < 2 | (-\infty, 2) | 2 > x | x \lt 2
+x \leqslant 2 | x \leq 2 | x \le 2 | x <= 2 | (-\infty, 2]
 0 <= x_1 < 1 | [0,1) | x_1 \in [0,1)
 (-\infty, 0) \cup\{1\}. | \{1\} ∪ (-∞, 0) | a < 0 \text{ or } a = 1
 \begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix} | \begin{bmatrix}-1&0\\0&-1\end{bmatrix}
@@ -48,7 +49,7 @@ x < 2 | (-\infty, 2) | 2 > x
 5 \ (\text{mod } 7) | 5 \pmod 7 | 5 (mod 7)
 2:3 | 4:6
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
-t^{2} \lvert y \rvert | t^2 \left| y \right|
+t^{2} \lvert y \rvert | t^2 \left| y \right| | t^2 \mid y \mid | t^2 \vert y \vert
 ｛1；2｝ | 2, 1
 210 | \frac{10!}{4!6!} | {10 \choose 4} | 10 \choose 4 | \frac{35}{144} 3!4!3!
 3.5 | 3.5\,\frac{\text{m}}{\text{s}} | 3.5\,\frac{\mathrm{kg}\cdot\mathrm{m}}{\mathrm{s}^{2}}
@@ -64,6 +65,9 @@ x != 3 | x \ne 3 | x \not= 3
 1 + \left\lceil \dfrac{n}{2} \right\rceil | \lceil n/2 \rceil + 1 | ⌈n/2⌉ + 1
 m = 2 and n = 3 | n = 3, m = 2 | 2, 3
 \cot^{-1} 2 | \arctan(1/2) | \operatorname{arccot} 2
+1 | \sin x \csc x | \cos x \sec x | \tan x \cot x
+1 | \sinh x \csch x | \cosh x \sech x | \tanh x \coth x
+\frac{\pi}{3} | \sec^{-1} 2 | \csc^{-1} \frac{2}{\sqrt3} | \arccos(1/2) | \tanh^{-1} (\tanh(\pi/3))
 AB, 2CD | 2DC, AB
 x = 1, y = 2 | (y = 2, x = 1) | \left\{ \begin{array}{cl} x & = & 1 \\ y & = & 2 \end{array} \right.
 \begin{cases} \frac12 & x>0 \\ 0 & x=0 \end{cases} | \begin{cases} .5, & 0<x \\ 0, & x=0 \end{cases}
@@ -83,6 +87,7 @@ I \frac{d \omega}{d t}+2 B \omega=T | \dot\omega=\frac{T-2B\omega}{I} | \omega'(
 V x' = r(cV - x) | \frac{\mathrm{d}x}{\mathrm{d}t} + \frac{r}{V} x(t) = rc | dx/dt = rc - rx/V
 LC \frac{d^2 v_o(t)}{dt^2} + v_o(t) = v_i(t) | \ddot{v}_o + \frac{v_{o}}{LC} = \frac{v_i}{LC}
 x_0 \cos t + \dot{x}_{0} \sin t | x(0) \cos t + x'(0) \sin t | x(t) = x_0 \cos t + \dot{x_0} \sin t
+C_1 e^t + C_2 t^2 + C_3 t + 1 | 1 + c_1 t + c_2 e^t + c_3 t^2
 C_1 e^t + C_2 t + 1 | x(t) = 1 + c_1 t + c_2 e^{t} | C_2 e^{t} + C_3 t + 1
 f(z) = z, f(z) = -z | f(x) = -x, f(x) = x
 x = \frac{\pi}{6} + k\pi | x = \frac{\pi}{6} + \pi n
@@ -105,6 +110,7 @@ e^{500} e^{500} | e^{400} e^{500} | 5
 (1,2) | (2,1) | [1,2] | (1,2]
 \{1,1\} | \{1,2\} | 1
 6 | \{5, 6\} | 2 3 | {2}{3} | 6 \text{ one-hundredths}
+0 | e^{-7} | e^{-25}
 0 | I(0) | x - \{x\} | 0 \text{ At Most} | \text{at least} \cdot 0 | 0 \Rightarrow x
 4:30 | 4.5 | 2:15
 20\% \text{ increase} | 20\% \text{ decrease} | 20% decrease
@@ -112,6 +118,7 @@ e^{500} e^{500} | e^{400} e^{500} | 5
 3 | x = 2 = 3 | \pi = 3 | 2 1\frac{1}{2} | 3 ] 4 | 3 eighths | 3\text{ halves} | 3\text{ fourths}
 y=2x | x=2y
 5 | 2x = 5 | -x = 5 | 5 \text{ squared} | 5 million | 5 \text{ tenths} | 5 \text{ ft 6 in}
+5 | 5 \text{ km south} | 5 miles south
 5 | 5 \text{\text{ at least } cents} | 5万 | \text{5 or 6} | 2 \equiv 5 \pmod 7 | x \not= 5 | 0.05
 2x | 2x = e | 2^x = \pi
 x^2 + y^2 = 10^{20} | x^2 + y^2 = 10^{20} + 1
@@ -268,6 +275,7 @@ def test_limits_on_the_page(answer, gold, counts):
         (r"\boxed{2}, \boxed{4}, \boxed{2} (each above 1.5)", "2, 4, 2"),
         (r"\boxed{1} \boxed{\frac{2}{3}", "1"),
         (r"\boxed{\boxed{3}}", "3"),
+        (r"$\boxed{3}\boxed{4}$", "4"),
         (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
         (r"\boxed{5}" + "x" * 500_000, "5"),
         ("x" * 500_000 + r"\boxed{5}", "5"),
@@ -361,8 +369,8 @@ e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √
 
 
 def test_fuzz():
-    """Nothing raises, and what is extracted equals itself."""
-    rng, extracted = random.Random(0), 0
+    """Nothing raises. In dollars a text is another one to compare, and equals itself."""
+    rng, equal, correct = random.Random(0), 0, 0
     for i in range(3_000):
         if i % 3 == 0:
             texts = [rng.randbytes(rng.randrange(60)).decode("latin-1") for _ in range(2)]
@@ -372,13 +380,11 @@ def test_fuzz():
                 texts[1] = texts[0].replace(rng.choice(FRAGMENTS), rng.choice(FRAGMENTS), 1)
         a, b = texts
         math_equal(a, b)
-        assert math_equal(a, a)
-        answer = extract_answer("so " + boxed(a))
-        if answer:
-            extracted += 1
-            assert "boxed" in answer or is_correct(boxed(answer), answer), answer
         is_correct(boxed(a), b)
-    assert extracted > 1_500
+        equal += math_equal(f"${a}$", a)
+        if answer := extract_answer("so " + boxed(a)):
+            correct += is_correct(boxed(f"${answer}$"), answer)
+    assert equal > 2_900 and correct > 2_400  # of the others most are signs without a value
 
 
 # Pieces that are repeated; an opening, how often, and its closing around a 5; whole answers.

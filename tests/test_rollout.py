@@ -351,7 +351,7 @@ USER = {"role": "user", "content": "1+1"}
         ({"question": "?", "problem": " 1+1 ", "final_answer": "3", "answer": 2}, "2"),
         ({"prompt": "?", "question": "1+1", "problem": 7, "answer": " ", "final_answer": 4}, "4"),
         ({"prompt": [{"content": WRAPPED}], "reward_model": {"ground_truth": "2"}}, "2"),
-        ({"prompt": "1+1", "reward_model": {"ground_truth": '["7"]'}}, "7"),  # Skywork-OR1
+        ({"prompt": "1+1", "reward_model": {"ground_truth": ' ["7"]'}}, "7"),  # Skywork-OR1
         ({"prompt": "1+1", "answer": r'["\\frac{1}{2}"]'}, r"\frac{1}{2}"),
         ({"prompt": "1+1", "answer": [], "final_answer": ["2", "", "3"]}, "2, 3"),
         ({"prompt": [USER | {"content": "0+1"}, {"role": "assistant", "content": "0"}, USER],
@@ -367,17 +367,18 @@ def test_column_layouts(tmp_path, capsys, row, answer):
 
 def test_rows_are_the_same_if_all_that_is_read_is(tmp_path, capsys):
     """The answer too, and with a reward of your own each column, but no number of the row."""
-    tags = [("2", 1, 0), ("2", 1, 1), ("3", 1, 2), ("2", 4, 3)]
+    tags = [("2", 1, "a"), ("2", 1, "a"), ("3", 1, "a"), ("2", 4, "a"), ("2", 1, "b")]
     rows = [
-        {"problem": "1+1", "answer": answer, "tests": tests}
-        | {"__index_level_0__": number, "extra_info": {"index": str(number), "split": "train"}}
-        for answer, tests, number in tags
+        {"problem": "1+1", "answer": answer, "tests": tests, "idiom": idiom}
+        | {"id": number, "extra_info": {"index": str(number), "split": "train"}}
+        | {"uuid": f"u{number}", "__index_level_0__": number}
+        for number, (answer, tests, idiom) in enumerate(tags)
     ]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
     assert [problem["answer"] for problem in load_problems(file)] == ["2", "3"]
     own = load_problems(file, whole_rows=True)
-    assert [problem["row"] for problem in own] == [rows[0], rows[2], rows[3]]
-    assert [line[-3:] for line in capsys.readouterr().out.splitlines()] == [": 2", ": 1"]
+    assert [problem["row"] for problem in own] == [rows[0], *rows[2:]]
+    assert [line[-3:] for line in capsys.readouterr().out.splitlines()] == [": 3", ": 1"]
 
 
 def test_a_text_stays_a_text(tmp_path):

@@ -2,8 +2,10 @@
 
 import os
 import re
+import statistics
 from collections import Counter
 from html.parser import HTMLParser
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,6 +38,24 @@ def collected(monkeypatch):
     return found
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The picture that is saved, last."""
+    saved, save = Mock(), tokens.Figure.savefig
+
+    def spy(figure, *args, **options):
+        saved.axes = figure.axes
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(tokens.Figure, "savefig", spy)
+    return saved
+
+
+def where(text) -> tuple[str, str]:
+    """The quadrant of a label in the picture: p grows to the right, H upwards."""
+    return tuple("low" if at < 0.5 else "high" for at in text.get_position())
+
+
 def plain_tokens(model, tokenizer, batch, tau_p: float, over: str) -> list[dict]:
     """Every token with A > 0, by a softmax of plain logits, and tau_h over three mini-batches."""
     found, every = [], [[], [], []]
@@ -59,8 +79,9 @@ def plain_tokens(model, tokenizer, batch, tau_p: float, over: str) -> list[dict]
     for mini in range(3):
         own = [r for r in found if r["mini"] == mini]
         low = [r["entropy"] for r in own if r["p"] < tau_p] if over == "candidates" else every[mini]
+        low, q = (low, 0.75) if low else ([r["entropy"] for r in found], 0.8)
         for r in own:
-            r["tau_h"] = float(torch.quantile(torch.tensor(low, dtype=torch.float64), 0.75))
+            r["tau_h"] = float(torch.quantile(torch.tensor(low, dtype=torch.float64), q))
             r["low"] = (r["p"] < tau_p, r["entropy"] < r["tau_h"])
     return found
 
@@ -91,18 +112,20 @@ class Page(HTMLParser):
             self.token["text"] += data
 
 
-@pytest.mark.parametrize("over", ["candidates", "all"])
+@pytest.mark.parametrize("over, tau_p", [("candidates", 0.1), ("all", 0.1), ("candidates", 0)])
 def test_everything_equals_a_plain_second_computation(
-    tmp_path, tiny, tokenizer, collected, capsys, over
+    tmp_path, tiny, tokenizer, collected, drawn, capsys, monkeypatch, over, tau_p
 ):
-    """Whatever the method. The file with the flags is read as training reads it."""
+    """Whatever the method, and without candidates. The file with the flags is read as ever."""
     os.chdir(ROOT)
-    tokens.main(f"{LOOK} --quantile_over {over} --method justrl --output {tmp_path}".split())
+    monkeypatch.setattr(tokens, "WINDOW", 12)
+    flags = f"--quantile_over {over} --tau_p {tau_p} --method justrl --output {tmp_path}"
+    tokens.main([*LOOK.split(), *flags.split()])
     printed, batch = capsys.readouterr().out, collected[0][2]
-    truth = plain_tokens(tiny, tokenizer, batch, 0.1, over)
+    truth = plain_tokens(tiny, tokenizer, batch, tau_p, over)
     every, silenced = int(batch.mask.sum()), [r for r in truth if all(r["low"])]
     candidates = sum(r["low"][0] for r in truth)
-    assert collected[0][0] == 1 and 10 < len(silenced) < candidates
+    assert collected[0][0] == 1 and (10 < len(silenced) < candidates or tau_p == candidates == 0)
     assert len(set(batch.seeds.tolist())) == len(batch.seeds)  # --method random draws by them
     said = f"STAPO silences {len(silenced)} of {every:,} tokens, "
     said += f"{100 * len(silenced) / every:.3g} %\ncandidates in a mini-batch: {candidates / 3:.1f}"
@@ -114,16 +137,25 @@ def test_everything_equals_a_plain_second_computation(
     for p, h, cells in rows:
         row = cells.split(" | ")
         own = [r for r in truth if r["low"] == (p == "low", h == "low")]
-        assert int(row[0]) == len(own) > 0
+        assert int(row[0]) == len(own) and bool(own) == (tau_p > 0 or p == "high")
         shares = [100 * len(own) / total for total in (len(truth), every)]
         assert [float(share.strip("%")) for share in row[1:3]] == pytest.approx(shares, rel=0.005)
-        norm = sum(r["norm"] for r in own) / len(own)
-        assert float(row[3]) == pytest.approx(norm, abs=6e-4)
+        (label,) = (text for text in drawn.axes[2].texts if where(text) == (p, h))
+        count, *norms = label.get_text().split("\n")
+        assert count == f"{len(own):,} tokens"
+        if own:
+            norm = sum(r["norm"] for r in own) / len(own)
+            assert float(row[3]) == pytest.approx(norm, abs=6e-4)
+            assert float(norms[0].removeprefix("norm ")) == pytest.approx(norm, abs=6e-3)
+    if silenced:
+        sure = statistics.median_low(float(r["top"].values[0]) for r in silenced)
+        said = re.search(r"the likeliest word has p = (\S+) \(the median\)", table)[1]
+        assert float(said) == pytest.approx(sure, rel=0.01)
     check_png(tmp_path / "gradients.png", "#D55E00")
     for low_h, name in ((True, "silenced tokens"), (False, "candidates that are kept")):
         words = Counter(r["text"].replace(" ", "␣") for r in truth if r["low"] == (True, low_h))
         listed = "   ".join(f"{word}\xa0({n})" for word, n in words.most_common(20))
-        assert f"{name} (with their counts):   {listed}" in table
+        assert f"{name} (with their counts):   {listed or 'none'}" in table
     check_page((tmp_path / "responses.html").read_text(), truth, tokenizer)
 
 
@@ -136,15 +168,27 @@ def check_page(text: str, truth: list[dict], tokenizer) -> None:
     rows = sorted(sampled, key=lambda row: (row not in marked, row % 4, row))
     shown = [response for response in Page(text).responses if response]  # without the legend
     assert len(shown) == 20 < len(sampled)
-    for problem, response, row in zip(re.findall("<h2>(.*)</h2>", text), shown, rows):
+    facts = re.findall('<p class="facts soft">(.*)</p>', text)
+    for problem, fact, response, row in zip(re.findall("<h2>(.*)</h2>", text), facts, shown, rows):
         own = sampled[row]
+        first = next((t for t, r in enumerate(own) if all(r["low"])), 0)  # silenced
+        start = max(0, min(first - 6, len(own) - 12))
+        part = f" · only tokens {start + 1} to {start + 12} are shown" if len(own) > 12 else ""
+        assert fact.endswith(f"{sum(all(r['low']) for r in own)} silenced{part}")
+        own = own[start : start + 12]
         assert problem.replace("↵", "\n") + "\n" == own[0]["prompt"]
         assert [token["text"] for token in response] == [r["text"] for r in own]
         for token, r in zip(response, own, strict=True):
             marks = {(True, True): "del", (True, False): "b", (False, False): "i"}
             assert token["tag"] == marks.get(r["low"], "span")
             about = token["data-about"].split("\n")
+            assert about[0].endswith(" · silenced" if all(r["low"]) else " · kept")
+            signs = ["<" if low else "≥" for low in r["low"]]
+            for line, value, sign in zip(about[2:4], (r["p"], r["entropy"]), signs):
+                assert float(line.split()[1]) == pytest.approx(value, rel=0.01, abs=1e-6)
+                assert line.split()[2] == sign
             assert about[3].endswith(f" τ_h = {r['tau_h']:.3g} nats")
+            assert float(about[4].removeprefix("A ")) == pytest.approx(r["A"], abs=0.006)
             share, word = about[-5].split(maxsplit=1)
             assert float(share) == pytest.approx(float(r["top"].values[0]), rel=0.01)
             assert word.replace("␣", " ") == tokenizer.decode([r["top"].indices[0]])

@@ -258,6 +258,7 @@ def test_two_steps_without_a_finite_update_end_the_run(tmp_path, monkeypatch):
         ((0.7 + 0.2 + 0.1 - 1, 0.0), True),
         ((1e8, math.nextafter(1e8, 0)), True),
         ((1e8, 1e8 + 1), False),  # in float32 these are one number
+        ((0.5, 0.5 + 2**-20), False),
     ],
 )
 def test_rewards_are_equal_if_only_rounding_tells_them_apart(tmp_path, pair, equal):
@@ -269,6 +270,16 @@ def test_rewards_are_equal_if_only_rounding_tells_them_apart(tmp_path, pair, equ
     expected = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True).clamp(1e-9)
     expected = torch.zeros(16) if equal else expected.flatten()
     assert [row["advantage"] for row in rows] == pytest.approx(expected.tolist())
+
+
+def test_each_step_and_each_seed_has_random_numbers_of_its_own(tmp_path):
+    """Four times the responses to one problem, by weights that do not change."""
+    one, texts = write_rows(tmp_path / "one.jsonl", read_rows(TINY / "train.jsonl")[0]), set()
+    for seed in (0, 1):
+        run(tmp_path / f"{seed}", f"--data {one} --lr 0 --seed {seed} --log_samples 16")
+        rows = [row["response"] for row in read_rows(tmp_path / f"{seed}" / "samples.jsonl")]
+        texts |= {tuple(rows[:16]), tuple(rows[16:])}
+    assert len(texts) == 4
 
 
 def test_prompts_as_long_as_the_limit_are_kept(tokenizer, tmp_path, capsys):

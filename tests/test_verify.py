@@ -70,6 +70,8 @@ def test_the_verifier_looks_again_at_what_the_rule_refused(tmp_path, monkeypatch
         assert prompt.endswith("no thinking")
     rows = [row for row in read_rows(out / "samples.jsonl") if not row["correct"]]
     assert [row["verdict"] for row in rows[::2]] == [*verify.VERDICTS]
+    evaluation.main(f"{flags} --max_new_tokens 500 --output {out}".split())
+    assert not (out / "verified.md").exists()  # it was of the rows before
 
 
 def test_a_folder_without_results_ends_in_one_line(tmp_path):

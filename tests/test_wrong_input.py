@@ -24,6 +24,7 @@ TRAINING = r"""
 --group_size 1 | --group_size 1: an advantage needs
 --keep_last -1 | --keep_last -1: must be at least 1
 --q 1.5 | --q 1.5: a quantile is between 0 and 1
+--grad_clip -1 | --grad_clip -1.0: must be above 0
 --eval_limit -195 | --eval_limit -195: must be at least 0
 --eval_samples -1 | --eval_samples -1: must be at least 0
 --log_samples -14 | --log_samples -14: must be at least 0
@@ -32,6 +33,12 @@ TRAINING = r"""
 --eval_every -1 | --eval_every -1: must be at least 0
 --warmup_steps -5 | --warmup_steps -5: must be at least 0
 --tokens_per_micro_batch 0 | --tokens_per_micro_batch 0: must be at least 1
+--rollout_batch_size 0 | --rollout_batch_size 0: must be at least 1
+--batch_size 0 | --batch_size 0: must be at least 1
+--mini_batch_size 0 | --mini_batch_size 0: must be at least 1
+--max_new_tokens 0 | --max_new_tokens 0: must be at least 1
+--max_prompt_tokens 0 | --max_prompt_tokens 0: must be at least 1
+--threads -1 | --threads -1: must be at least 0
 --batch_size 5 | --batch_size 5: not a multiple of --mini_batch_size 2
 --max_prompt_tokens 1 | --max_prompt_tokens 1: every prompt is longer
 --model no/such/model | no/such/model: no tokenizer there
@@ -114,6 +121,9 @@ EVALUATION = r"""
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 --samples -1 | --samples -1: must be at least 0
+--limit -1 | --limit -1: must be at least 0
+--max_new_tokens 0 | --max_new_tokens 0: must be at least 1
+--rollout_batch_size 0 | --rollout_batch_size 0: must be at least 1
 """
 
 
@@ -183,7 +193,7 @@ def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
 )
 def test_a_row_that_would_be_another_question_is_refused(tmp_path, rest, message):
     good = (
-        '{"problem": "1 or 2?", "options": [1, " 2", null], "context": "", "answer": "a\\r\\nb"}\n'
+        '{"problem": "1 or 2?", "options": [1, " 2 ", null], "context": "", "answer": "a\\r\\nb"}\n'
     )
     (tmp_path / "rows.jsonl").write_text(good + "{" + rest + "\n")
     with pytest.raises(InputError, match=f"rows.jsonl: row 2 .*{message}"):
