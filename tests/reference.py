@@ -102,7 +102,7 @@ def method_loss(
     has_candidates = method in ("stapo", "full-mask", "high-entropy", "random")
     candidates = silenced = (a > 0) & (logp.exp() < tau_p) & has_candidates  # (N,)
     thresholds = {}
-    if candidates.any() and method != "full-mask":
+    if method != "full-mask" and (candidates.any() or quantile_over == "all"):
         among = rank_by if quantile_over == "all" else rank_by[candidates]
         silenced = candidates & (rank_by < among.quantile(q))
         thresholds = {"tau_h": float(among.detach().quantile(q))} if method == "stapo" else {}

@@ -1,6 +1,6 @@
 """credit.py against a policy that is small enough to enumerate; stopped and started again."""
 
-import re
+import html
 import shutil
 from collections import defaultdict
 from statistics import fmean, median, pvariance
@@ -23,8 +23,8 @@ REWARD = """
 def odd(text, row):
     return 3.0 if (len(text) + text.count(row["letter"])) % 2 else -1.0
 
-def has_a(text, row):
-    return "a" in text
+def has_letter(text, row):
+    return row["letter"] in text
 """
 
 
@@ -44,9 +44,10 @@ def small(tmp_path):
     return (
         model,
         f"""--model {tmp_path}/model --data {write_rows(tmp_path / "data.jsonl", *problems)}
-        --reward {tmp_path}/own.py:odd --answered {tmp_path}/own.py:has_a --instruction= --q 0.5
-        --tau_p 0.15 --batch_size 4 --mini_batch_size 2 --group_size 16 --max_new_tokens {LONGEST}
-        --rollout_batch_size 512 --tokens 1000 --controls 1000 --batches 1 --threads 1""",
+        --reward {tmp_path}/own.py:odd --answered {tmp_path}/own.py:has_letter --instruction=
+        --q 0.5 --tau_p 0.15 --batch_size 4 --mini_batch_size 2 --group_size 16
+        --max_new_tokens {LONGEST} --rollout_batch_size 512 --tokens 1000 --controls 1000
+        --batches 1 --threads 1""",
     )
 
 
@@ -106,7 +107,8 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
         assert row["p"] == pytest.approx(float(pi[behind[-1]]), rel=1e-3)
         assert row["H"] == pytest.approx(float(-pi @ pi.log()), rel=1e-3)
         assert row["rare_p"] == pytest.approx(float(pi[pi < 0.15].sum()), rel=1e-3)
-        assert row["answered"] == (2 in before)
+        text = "".join(VOCABULARY[i] for i in before if 1 < i < 8)
+        assert row["answered"] == (VOCABULARY[token["ids"][1]] in text)  # the letter
         assert (row["p"] < 0.15) == ("likely" not in row["kind"])
         assert (row["A"] < 0) == ("wrong" in row["kind"])
         assert row["A"] == pytest.approx(float(true_a[int(row["response"][2:])]), rel=1e-5)
@@ -114,6 +116,8 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
         if row["kind"] in ("silenced", "kept"):
             entropies[int(row["response"][2:]) // 32].append(row["H"])  # of a mini-batch
             found["placebo"] = (*before, row["placebo_id"])
+            top, ids = (each.tolist() for each in pi.topk(5))
+            assert dict(token["likeliest"]) == pytest.approx(dict(zip(ids, top)), rel=1e-3)
             assert pi[row["placebo_id"]] < 0.15
             share = pi.where(pi < 0.15, 0) / row["rare_p"]  # of each token among the rare ones
             mean, spread = float(share @ share), float(share @ share**2) - float(share @ share) ** 2
@@ -134,6 +138,7 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
         of_mini_batch = entropies[int(row["response"][2:]) // 32]
         below = sum(entropy <= row["H"] for entropy in of_mini_batch) - 1
         assert row["rank"] == pytest.approx(below / (len(of_mini_batch) - 1))
+        assert row["tau_h"] == pytest.approx(median(of_mini_batch))
         assert (row["kind"] == "silenced") == (row["H"] < median(of_mini_batch))
         assert (row["kind"] == "silenced") == (row["rank"] < 0.5)
     check_table((tmp_path / "out" / "table.md").read_text(), rows)
@@ -239,19 +244,23 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small):
     assert whole == {name: (out / name).read_text() for name in whole}
     numbers, rows = read_lines(out / "rewards.jsonl"), read_rows(out / "credit.jsonl")
     assert sorted(line["number"] for line in numbers) == list(range(len(rows)))  # each once
-    worth = sorted(row["Q"] - row["V"] for row in rows if "placebo" in row)
-    shown = re.findall(r"Q - V = ([+-][\d.]+)", whole["tokens.html"])
-    assert len(worth) == 60
-    assert [*map(float, shown)] == pytest.approx(worth[:20] + worth[-20:], abs=0.00501)
-    for article in whole["tokens.html"].split("<article>")[1:]:
-        number = int(re.search(r"token (\d+), ", article)[1])
-        assert article.split('class="measured"')[0].count("data-about") == number - 1
+    candidates = sorted(rows[:60], key=lambda row: row["Q"] - row["V"])
+    articles = html.unescape(whole["tokens.html"]).split("<article>")[1:]
+    for row, article in zip(candidates[:20] + candidates[-20:], articles, strict=True):
+        gain = row["Q"] - row["V"]
+        said = f"A = {row['A']:+.2f} · token {row['t'] + 1}, {row['token']!r} ({row['kind']}): "
+        said += f"V = {row['V']:.2f}, Q = {row['Q']:.2f}, Q - V = {gain:+.2f} · "
+        assert f"{said}{article.count('data-about')} tokens · " in article
+        before, behind = article.split('class="measured"')
+        assert before.count("data-about") == row["t"] and f" · {row['kind']}" in behind
+        tag = "del" if row["kind"] == "silenced" else "b"
+        assert before.endswith(f'<{tag} tabindex="0" ')
 
 
 OTHERS = """--seed 1, --continuations 9, --tokens 31, --controls 11, --batches 2, --tau_p 0.2,
     --q 0.6, --quantile_over all, --batch_size 8, --mini_batch_size 4, --group_size 8,
     --max_new_tokens 3, --max_prompt_tokens 9, --instruction So?, --chat_template none, --answered=,
-    --reward {}/own.py:has_a, --model {}/other, --data {}/other.jsonl"""
+    --reward {}/own.py:has_letter, --model {}/other, --data {}/other.jsonl"""
 
 
 def test_tokens_of_something_else_are_refused_by_name(tmp_path, small, capsys):

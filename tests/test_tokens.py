@@ -118,7 +118,7 @@ def test_everything_equals_a_plain_second_computation(
 ):
     """Whatever the method, and without candidates. The file with the flags is read as ever."""
     os.chdir(ROOT)
-    monkeypatch.setattr(tokens, "WINDOW", 12)
+    monkeypatch.setattr(tokens, "WINDOW", 24)
     flags = f"--quantile_over {over} --tau_p {tau_p} --method justrl --output {tmp_path}"
     tokens.main([*LOOK.split(), *flags.split()])
     printed, batch = capsys.readouterr().out, collected[0][2]
@@ -172,10 +172,10 @@ def check_page(text: str, truth: list[dict], tokenizer) -> None:
     for problem, fact, response, row in zip(re.findall("<h2>(.*)</h2>", text), facts, shown, rows):
         own = sampled[row]
         first = next((t for t, r in enumerate(own) if all(r["low"])), 0)  # silenced
-        start = max(0, min(first - 6, len(own) - 12))
-        part = f" · only tokens {start + 1} to {start + 12} are shown" if len(own) > 12 else ""
+        start = max(0, min(first - 12, len(own) - 24))
+        part = f" · only tokens {start + 1} to {start + 24} are shown" if len(own) > 24 else ""
         assert fact.endswith(f"{sum(all(r['low']) for r in own)} silenced{part}")
-        own = own[start : start + 12]
+        own = own[start : start + 24]
         assert problem.replace("↵", "\n") + "\n" == own[0]["prompt"]
         assert [token["text"] for token in response] == [r["text"] for r in own]
         for token, r in zip(response, own, strict=True):

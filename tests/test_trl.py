@@ -9,13 +9,20 @@ import re
 import shlex
 import shutil
 from dataclasses import make_dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import ROOT, SHAPE, TINY, example, make_random_model, read_rows
 from ranks import launch
-from reference import method_loss, plain_head
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from reference import method_loss, plain_head, row_stats
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 
 from rollout import Response, encode_prompt, load_model, load_tokenizer
 
@@ -60,8 +67,21 @@ def problems():
     return trl_stapo.Dataset.from_list([{"prompt": row["problem"] + "\n"} for row in rows])
 
 
+def always_or_by_chance(prompts, completion_ids, **_) -> list[float]:
+    """1.2 for every response to a prompt with two minus signs, else 1 or 0."""
+    by_chance = reward(completion_ids)
+    return [1.2 if text.count("-") == 2 else x for text, x in zip(prompts, by_chance)]
+
+
 def make_trainer(
-    folder, micro_batches=1, mini_batches=4, ranks=1, model=None, peft_config=None, **options
+    folder,
+    micro_batches=1,
+    mini_batches=4,
+    ranks=1,
+    model=None,
+    peft_config=None,
+    reward=reward,
+    **options,
 ):
     """Four optimiser steps of micro_batches each on canned responses."""
     slices = micro_batches * mini_batches
@@ -123,7 +143,14 @@ class Check(TrainerCallback):
         slices = trl_stapo.gather_object(self.trainer._buffered_inputs)
         plain = load_model(str(TINY))
         plain.load_state_dict(model.state_dict())
-        loss, true = method_loss(plain, *mini_batch(slices), method="stapo")
+        responses, *others = mini_batch(slices)
+        loss, true = method_loss(plain, responses, *others, method="stapo")
+        with torch.no_grad():
+            logp, entropy = map(torch.cat, zip(*(row_stats(plain, each) for each in responses)))
+        d = -logp - entropy
+        true |= {"entropy": float(entropy.mean()), "sampling_gap": float(d.mean())}
+        true |= {"sampling_z": float(d.sum() / d.square().sum().sqrt())}
+        true |= {f"clip_ratio/{x}_mean": true[f"clip_{x}"] / len(d) for x in ("low", "high")}
         counts = [int((x["completion_mask"].bool() & ~x["keep"]).sum()) for x in slices]
         assert sum(counts) == true["silenced"] and len(set(counts)) > 2
         gradients = torch.autograd.grad(loss, [*plain.parameters()])
@@ -135,9 +162,13 @@ class Check(TrainerCallback):
 # ------------------------------------------------------------------------------------------- ranks
 
 
+CLIPS = "clip_ratio/low_mean", "clip_ratio/high_mean"
+
+
 def on_ranks(folder) -> None:
-    """Responses are sampled twice, each time the mini-batch of two steps."""
-    trainer = make_trainer(folder, micro_batches=2, mini_batches=1, ranks=2, num_iterations=2)
+    """Responses are sampled twice, each time the mini-batch of two steps; then eight a prompt."""
+    steps = {"num_iterations": 2, "learning_rate": 3e-4}
+    trainer = make_trainer(folder, micro_batches=2, mini_batches=1, ranks=2, **steps)
     trainer.add_callback(check := Check(trainer))
     log = logged(trainer)
     assert trainer.model.is_gradient_checkpointing
@@ -145,7 +176,20 @@ def on_ranks(folder) -> None:
     assert log[0]["sampling_z"] > 6  # the responses are not the policy's own
     for line, true in zip(log, check.true, strict=True):
         assert 2 < true["silenced"] == line["silenced"] < true["candidates"] == line["candidates"]
-        assert line["loss"] == pytest.approx(true["loss"], rel=1e-3, abs=1e-5)
+        names = "loss", "entropy", "sampling_gap", "sampling_z", *CLIPS
+        for name in [name for name in names if name in line]:
+            assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-5), name
+    assert log[1][CLIPS[0]] != log[1][CLIPS[1]] and log[1][CLIPS[0]] > 0
+    eight = {"num_generations": 8, "max_steps": 1, "reward": always_or_by_chance}
+    trainer = make_trainer(folder, mini_batches=1, ranks=2, **eight)
+    trainer.train()
+    (batch,) = trainer._buffered_inputs
+    texts = trainer.processing_class.batch_decode(batch["prompt_ids"], skip_special_tokens=True)
+    paid = list(zip(texts, always_or_by_chance(texts, batch["completion_ids"])))
+    differ = [len({value for other, value in paid if other == text}) > 1 for text in texts]
+    assert (
+        (batch["advantages"] != 0).tolist() == differ and any(differ) and 1.2 in dict(paid).values()
+    )
 
 
 def test_each_step_is_the_papers_on_two_ranks(tmp_path):
@@ -198,8 +242,9 @@ def test_bfloat16_layers_and_a_float32_head(tmp_path):
 CHANGES_THE_LOSS = """loss_type importance_sampling_level scale_rewards multi_objective_aggregation
     mask_truncated_completions beta entropy_coef use_adaptive_entropy top_entropy_quantile delta
     off_policy_mask_threshold temperature top_p top_k min_p repetition_penalty generation_kwargs
-    use_transformers_continuous_batching vllm_importance_sampling_correction neftune_noise_alpha
-    vllm_structured_outputs_regex use_liger_kernel an_option_of_a_later_version""".split()
+    use_transformers_continuous_batching vllm_importance_sampling_correction
+    label_smoothing_factor neftune_noise_alpha vllm_structured_outputs_regex use_liger_kernel
+    an_option_of_a_later_version""".split()
 
 
 @pytest.mark.parametrize("name", CHANGES_THE_LOSS)
@@ -221,6 +266,41 @@ def test_a_routers_loss_is_refused_by_name(tmp_path):
     config = Qwen3MoeConfig(**SHAPE, head_dim=8, **experts, router_aux_loss_coef=0.5)
     with pytest.raises(ValueError, match="^router_aux_loss_coef=0.5: STAPO needs 0.0$"):
         make_trainer(tmp_path, model=Qwen3MoeForCausalLM(config), router_aux_loss_coef=None)
+
+
+def test_more_that_stapo_has_no_place_for(tmp_path):
+    """Tokens of others, mini-batches over two rollouts, weights that would round their updates."""
+    config = trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True, **trl_stapo.DEFAULTS)
+    for name in ("tools", "rollout_func", "environment_factory"):
+        with pytest.raises(ValueError, match=f"^{name}: STAPO has no mask"):
+            trl_stapo.check(config, {name: [print]})
+    config.steps_per_generation, config.gradient_accumulation_steps = 3, 2
+    with pytest.raises(ValueError, match="^gradient_accumulation_steps: must divide"):
+        trl_stapo.check(config, {})
+    with pytest.raises(ValueError, match="^dtype: trained weights must be float32"):
+        make_trainer(tmp_path, model=make_random_model(320).bfloat16())
+
+
+def test_dropout_layers_are_switched_off(tmp_path):
+    config = GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5)
+    model = make_trainer(tmp_path, model=GPT2LMHeadModel(config)).model
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0}
+
+
+def test_flags_of_the_model_and_a_checkpoint_are_passed_on(tmp_path, monkeypatch):
+    trainers = []
+
+    def fake(model, grade, config, **_):
+        trainers.append(Mock(args=config))
+        return trainers[-1]
+
+    monkeypatch.setattr(trl_stapo, "STAPOTrainer", fake)
+    how = {"revision": "v1", "dtype": "bfloat16", "attn_implementation": "eager"}
+    command = f"""--model_name_or_path {TINY} --data {TINY}/train.jsonl --use_cpu --model_revision
+        v1 --dtype bfloat16 --attn_implementation eager --resume_from_checkpoint of/step-5"""
+    trl_stapo.main([*command.split(), "--output_dir", str(tmp_path)])
+    assert trainers[0].args.model_init_kwargs == how
+    trainers[0].train.assert_called_once_with(resume_from_checkpoint="of/step-5")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +339,7 @@ def test_the_pages_two_processes(tmp_path):
     assert launch(on_two_processes, 2, tmp_path / "log", tmp_path, timeout=300) == [0, 0]
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     first = state["log_history"][0]
-    assert -1 < first["reward"] < 1 and abs(first["sampling_z"]) < 5
+    assert abs(first["sampling_z"]) < 5
     saved, base = load_model(str(tmp_path)).state_dict(), load_model(str(TINY)).state_dict()
     assert any((saved[key] != base[key]).any() for key in base)
 
@@ -282,8 +362,13 @@ def test_a_command_of_the_page_has_the_prompts_and_stops_of_stapo(tmp_path, comm
     trainer = trl_stapo.make_trainer([*command, *own.split()])
     assert all(getattr(trainer.args, name) == x for name, x in trl_stapo.DEFAULTS.items())
     assert trainer.args.bf16 and (trainer.tau_p, trainer.q) == (0.01, 0.5)
-    prompts = [trainer.train_dataset[0]["prompt"]]
-    assert trainer._tokenize_prompts(prompts)[0] == [ids]
+    prompts, index = (trainer.train_dataset[:9][name] for name in ("prompt", "index"))
+    assert trainer._tokenize_prompts(prompts[:1])[0] == [ids]
+    golds = {row["problem"]: row["answer"] for row in read_rows(TINY / "train.jsonl")}
+    golds = [golds[turns[0]["content"].removesuffix("\nThink.")] for turns in prompts]
+    right = [tokenizer(f"\\boxed{{{gold}}}").input_ids for gold in golds]
+    rewards = trainer.reward_funcs[0](completion_ids=right + right[::-1], index=index + index)
+    assert rewards == [1 if a == b else -1 for a, b in zip(golds * 2, golds + golds[::-1])]
     stops = [0, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     if trainer.use_vllm:
         assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": stops}
