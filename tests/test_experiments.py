@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -35,10 +36,24 @@ def printed(name: str, *flags: str) -> list[str]:
     return subprocess.check_output(argv, cwd=ROOT, text=True).splitlines()
 
 
+@pytest.fixture
+def tables(monkeypatch, capsys):
+    """A function: the lines that an experiment prints with --table, in this process."""
+
+    def printed_here(name: str, *flags: str) -> list[str]:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))  # some add their own
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--table", *flags])
+        runpy.run_path(f"experiments/{name}.py", run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return printed_here
+
+
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
-def test_the_tables_are_those_of_the_committed_data(file, tmp_path):
+def test_the_tables_are_those_of_the_committed_data(file, tmp_path, tables):
     shutil.copy(file, tmp_path)
-    shown = printed(file.stem, "--table", "--results", str(tmp_path / file.name))
+    shown = tables(file.stem, "--results", str(tmp_path / file.name))
     made = (tmp_path / file.with_suffix(".md").name).read_text()
     assert made == file.with_suffix(".md").read_text()
     assert made.count("| n |") > 0 and {line for line in shown if line} <= set(made.splitlines())
@@ -86,12 +101,11 @@ def test_logarithms_are_shown_as_ratios():
 @pytest.mark.parametrize(
     "command", ["drift --only criterion", "drift --only drift", "replicate --only masks"]
 )
-def test_pictures_have_the_colours_of_the_commands(command, tmp_path):
+def test_pictures_have_the_colours_of_the_commands(command, tmp_path, tables):
     pytest.importorskip("matplotlib")
     name, *flags = command.split()
     shutil.copy(ROOT / "experiments" / "results" / f"{name}.jsonl", tmp_path)
-    flags += ["--table", "--results", f"{tmp_path}/{name}.jsonl", "--figure", f"{tmp_path}/x.png"]
-    printed(name, *flags)
+    tables(name, *flags, "--results", f"{tmp_path}/{name}.jsonl", "--figure", f"{tmp_path}/x.png")
     check_png(tmp_path / "x.png", "#0072B2")  # STAPO's
 
 
