@@ -232,7 +232,7 @@ def test_without_a_reward_a_box_is_the_answer(tmp_path, small, capsys):
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, small):
     """With the same values, to the digit. The page has the lowest and the highest Q - V."""
-    more = "--continuations 8 --tokens 30 --controls 10 --batches 9"
+    more = "--continuations 8 --tokens 30 --controls 10 --batches 9 --answered="
     flags, out = f"{small[1]} {more} --output {tmp_path}/out", tmp_path / "out"
     credit.main(flags.split())
     whole = {name: (out / name).read_text() for name in ("table.md", "credit.jsonl", "tokens.html")}
@@ -244,6 +244,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small):
     assert whole == {name: (out / name).read_text() for name in whole}
     numbers, rows = read_lines(out / "rewards.jsonl"), read_rows(out / "credit.jsonl")
     assert sorted(line["number"] for line in numbers) == list(range(len(rows)))  # each once
+    assert {row["answered"] for row in rows} == {None}
     candidates = sorted(rows[:60], key=lambda row: row["Q"] - row["V"])
     articles = html.unescape(whole["tokens.html"]).split("<article>")[1:]
     for row, article in zip(candidates[:20] + candidates[-20:], articles, strict=True):

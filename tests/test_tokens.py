@@ -5,7 +5,6 @@ import re
 import statistics
 from collections import Counter
 from html.parser import HTMLParser
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,24 +35,6 @@ def collected(monkeypatch):
 
     monkeypatch.setattr(stapo, "collect", spy)
     return found
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The picture that is saved, last."""
-    saved, save = Mock(), tokens.Figure.savefig
-
-    def spy(figure, *args, **options):
-        saved.axes = figure.axes
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(tokens.Figure, "savefig", spy)
-    return saved
-
-
-def where(text) -> tuple[str, str]:
-    """The quadrant of a label in the picture: p grows to the right, H upwards."""
-    return tuple("low" if at < 0.5 else "high" for at in text.get_position())
 
 
 def plain_tokens(model, tokenizer, batch, tau_p: float, over: str) -> list[dict]:
@@ -114,11 +95,13 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("over, tau_p", [("candidates", 0.1), ("all", 0.1), ("candidates", 0)])
 def test_everything_equals_a_plain_second_computation(
-    tmp_path, tiny, tokenizer, collected, drawn, capsys, monkeypatch, over, tau_p
+    tmp_path, tiny, tokenizer, collected, capsys, monkeypatch, over, tau_p
 ):
     """Whatever the method, and without candidates. The file with the flags is read as ever."""
     os.chdir(ROOT)
+    figure, drawn = tokens.Figure, []
     monkeypatch.setattr(tokens, "WINDOW", 24)
+    monkeypatch.setattr(tokens, "Figure", lambda **size: drawn.append(figure(**size)) or drawn[0])
     flags = f"--quantile_over {over} --tau_p {tau_p} --method justrl --output {tmp_path}"
     tokens.main([*LOOK.split(), *flags.split()])
     printed, batch = capsys.readouterr().out, collected[0][2]
@@ -133,6 +116,8 @@ def test_everything_equals_a_plain_second_computation(
     assert f"step 1: reward {float(batch.rewards.mean()):.4g}, accuracy " in printed
     table = (tmp_path / "quadrants.md").read_text()
     rows = re.findall(r"\| (low|high) p, (low|high) H.*? \| (.*) \|", table)
+    texts = {text.get_position(): text.get_text().split("\n") for text in drawn[0].axes[2].texts}
+    labels = {(x > 0.5, y > 0.5): text for (x, y), text in texts.items()}
     assert table in printed and len(rows) == 4
     for p, h, cells in rows:
         row = cells.split(" | ")
@@ -140,8 +125,7 @@ def test_everything_equals_a_plain_second_computation(
         assert int(row[0]) == len(own) and bool(own) == (tau_p > 0 or p == "high")
         shares = [100 * len(own) / total for total in (len(truth), every)]
         assert [float(share.strip("%")) for share in row[1:3]] == pytest.approx(shares, rel=0.005)
-        (label,) = (text for text in drawn.axes[2].texts if where(text) == (p, h))
-        count, *norms = label.get_text().split("\n")
+        count, *norms = labels[p == "high", h == "high"]  # p grows to the right, H upwards
         assert count == f"{len(own):,} tokens"
         if own:
             norm = sum(r["norm"] for r in own) / len(own)

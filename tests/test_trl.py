@@ -16,13 +16,7 @@ import torch
 from helpers import ROOT, SHAPE, TINY, example, make_random_model, read_rows
 from ranks import launch
 from reference import method_loss, plain_head, row_stats
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig, TrainerCallback
 
 from rollout import Response, encode_prompt, load_model, load_tokenizer
 
@@ -74,14 +68,7 @@ def always_or_by_chance(prompts, completion_ids, **_) -> list[float]:
 
 
 def make_trainer(
-    folder,
-    micro_batches=1,
-    mini_batches=4,
-    ranks=1,
-    model=None,
-    peft_config=None,
-    reward=reward,
-    **options,
+    folder, micro_batches=1, mini_batches=4, ranks=1, model=None, peft_config=None, **options
 ):
     """Four optimiser steps of micro_batches each on canned responses."""
     slices = micro_batches * mini_batches
@@ -104,7 +91,7 @@ def make_trainer(
     }
     return trl_stapo.STAPOTrainer(
         model or load_model(str(TINY)),
-        reward,
+        options.pop("reward", reward),
         trl_stapo.GRPOConfig(**small | options),
         train_dataset=problems(),
         processing_class=load_tokenizer(str(TINY)),
@@ -162,9 +149,6 @@ class Check(TrainerCallback):
 # ------------------------------------------------------------------------------------------- ranks
 
 
-CLIPS = "clip_ratio/low_mean", "clip_ratio/high_mean"
-
-
 def on_ranks(folder) -> None:
     """Responses are sampled twice, each time the mini-batch of two steps; then eight a prompt."""
     steps = {"num_iterations": 2, "learning_rate": 3e-4}
@@ -176,10 +160,9 @@ def on_ranks(folder) -> None:
     assert log[0]["sampling_z"] > 6  # the responses are not the policy's own
     for line, true in zip(log, check.true, strict=True):
         assert 2 < true["silenced"] == line["silenced"] < true["candidates"] == line["candidates"]
-        names = "loss", "entropy", "sampling_gap", "sampling_z", *CLIPS
-        for name in [name for name in names if name in line]:
+        for name in line.keys() & true.keys():
             assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-5), name
-    assert log[1][CLIPS[0]] != log[1][CLIPS[1]] and log[1][CLIPS[0]] > 0
+    assert log[1]["clip_ratio/low_mean"] > log[1]["clip_ratio/high_mean"] > 0
     eight = {"num_generations": 8, "max_steps": 1, "reward": always_or_by_chance}
     trainer = make_trainer(folder, mini_batches=1, ranks=2, **eight)
     trainer.train()
@@ -187,9 +170,7 @@ def on_ranks(folder) -> None:
     texts = trainer.processing_class.batch_decode(batch["prompt_ids"], skip_special_tokens=True)
     paid = list(zip(texts, always_or_by_chance(texts, batch["completion_ids"])))
     differ = [len({value for other, value in paid if other == text}) > 1 for text in texts]
-    assert (
-        (batch["advantages"] != 0).tolist() == differ and any(differ) and 1.2 in dict(paid).values()
-    )
+    assert (batch["advantages"] != 0).tolist() == differ and any(differ)
 
 
 def test_each_step_is_the_papers_on_two_ranks(tmp_path):
@@ -265,7 +246,9 @@ def test_a_routers_loss_is_refused_by_name(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = Qwen3MoeConfig(**SHAPE, head_dim=8, **experts, router_aux_loss_coef=0.5)
     with pytest.raises(ValueError, match="^router_aux_loss_coef=0.5: STAPO needs 0.0$"):
-        make_trainer(tmp_path, model=Qwen3MoeForCausalLM(config), router_aux_loss_coef=None)
+        make_trainer(
+            tmp_path, model=AutoModelForCausalLM.from_config(config), router_aux_loss_coef=None
+        )
 
 
 def test_more_that_stapo_has_no_place_for(tmp_path):
@@ -283,24 +266,19 @@ def test_more_that_stapo_has_no_place_for(tmp_path):
 
 def test_dropout_layers_are_switched_off(tmp_path):
     config = GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5)
-    model = make_trainer(tmp_path, model=GPT2LMHeadModel(config)).model
+    model = make_trainer(tmp_path, model=AutoModelForCausalLM.from_config(config)).model
     assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0}
 
 
 def test_flags_of_the_model_and_a_checkpoint_are_passed_on(tmp_path, monkeypatch):
-    trainers = []
-
-    def fake(model, grade, config, **_):
-        trainers.append(Mock(args=config))
-        return trainers[-1]
-
-    monkeypatch.setattr(trl_stapo, "STAPOTrainer", fake)
-    how = {"revision": "v1", "dtype": "bfloat16", "attn_implementation": "eager"}
+    monkeypatch.setattr(trl_stapo, "STAPOTrainer", made := Mock())
+    made.side_effect = lambda model, grade, config, **_: Mock(args=config, train=made.train)
     command = f"""--model_name_or_path {TINY} --data {TINY}/train.jsonl --use_cpu --model_revision
         v1 --dtype bfloat16 --attn_implementation eager --resume_from_checkpoint of/step-5"""
     trl_stapo.main([*command.split(), "--output_dir", str(tmp_path)])
-    assert trainers[0].args.model_init_kwargs == how
-    trainers[0].train.assert_called_once_with(resume_from_checkpoint="of/step-5")
+    how = {"revision": "v1", "dtype": "bfloat16", "attn_implementation": "eager"}
+    assert made.call_args.args[2].model_init_kwargs == how
+    made.train.assert_called_once_with(resume_from_checkpoint="of/step-5")
 
 
 @pytest.mark.parametrize(
