@@ -54,6 +54,7 @@ def test_ranks_agree(folder, case):
     """The gradient of every update, AdamW's moments and all metrics, to rounding."""
     alone, many = (seen(folder, case, world) for world in CASES[case][1])
     first = alone["metrics"][0]
+    assert first["lr"] == 1e-6  # all of it at once: --warmup_steps 0
     assert (first["loss"] is None) == first["skipped_updates"] == (case == "poisoned")
     assert (first["silenced"] > 3) == (case in ("stapo", "idle-ranks", "version-1"))
     updates = {"stapo": 4, "poisoned": 1}.get(case, 2)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from helpers import ROOT, TINY, check_png, run
+from helpers import ROOT, TINY, check_png, refused, run
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -86,6 +86,7 @@ class Page(HTMLParser):
             self.responses[-1].append(self.token)
 
     def handle_endtag(self, tag):
+        assert not self.token or tag == self.token["tag"]
         self.token = None
 
     def handle_data(self, data):
@@ -178,7 +179,7 @@ def check_page(text: str, truth: list[dict], tokenizer) -> None:
             assert word.replace("␣", " ") == tokenizer.decode([r["top"].indices[0]])
 
 
-def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected):
+def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected, capsys):
     """The newest or the one that is given; a flag beside it counts; the steps go on.
 
     The checkpoint has the chat template of the run, whatever has become of its file.
@@ -201,6 +202,7 @@ def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected):
         names = "gradients.png quadrants.md responses.html".split()
         assert sorted(path.name for path in out.iterdir()) == names
     assert tokens.parse(["--model", "a/b"]).output == "runs/tokens-a-b"
+    assert "--q 2.0: a quantile is" in refused(capsys, "--model a/b --q 2", tokens.main)
 
 
 # piece -> its text
