@@ -336,18 +336,21 @@ def test_a_command_of_the_page_has_the_prompts_and_stops_of_stapo(tmp_path, comm
     tokenizer.save_pretrained(tmp_path / "model")
     ids = encode_prompt(tokenizer, read_rows(TINY / "train.jsonl")[0]["problem"], "Think.")
     own = f"""--model_name_or_path {tmp_path}/model --data {TINY}/train.jsonl --instruction Think.
-        --output_dir {tmp_path} --max_prompt_tokens {len(ids)} --tau_p 0.01 --q 0.5 --use_cpu"""
+        --output_dir {tmp_path} --max_prompt_tokens {len(ids)} --tau_p 0.01 --q 0.5 --use_cpu
+        --reward {tmp_path}/own.py:exact"""
+    exact = 'def exact(text, row): return 2.0 * (text == "It is " + row["answer"]) - 1'
+    (tmp_path / "own.py").write_text(exact)
     trainer = trl_stapo.make_trainer([*command, *own.split()])
     assert all(getattr(trainer.args, name) == x for name, x in trl_stapo.DEFAULTS.items())
     assert trainer.args.bf16 and (trainer.tau_p, trainer.q) == (0.01, 0.5)
+    stops = [0, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     prompts, index = (trainer.train_dataset[:9][name] for name in ("prompt", "index"))
     assert trainer._tokenize_prompts(prompts[:1])[0] == [ids]
     golds = {row["problem"]: row["answer"] for row in read_rows(TINY / "train.jsonl")}
     golds = [golds[turns[0]["content"].removesuffix("\nThink.")] for turns in prompts]
-    right = [tokenizer(f"\\boxed{{{gold}}}").input_ids for gold in golds]
+    right = [[*tokenizer(f"It is {gold}").input_ids, stop] for gold, stop in zip(golds, stops * 9)]
     rewards = trainer.reward_funcs[0](completion_ids=right + right[::-1], index=index + index)
     assert rewards == [1 if a == b else -1 for a, b in zip(golds * 2, golds + golds[::-1])]
-    stops = [0, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     if trainer.use_vllm:
         assert trainer.vllm_generation.generation_kwargs == {"stop_token_ids": stops}
     else:
