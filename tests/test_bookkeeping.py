@@ -42,7 +42,7 @@ def test_a_run_is_lines_of_metrics_and_samples(tmp_path, capsys):
 def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
     """The newest two stay, and what a user copied. Tied weights are in them once.
 
-    Here each weight is a copy, as from a GPU. On a CPU transformers sees that two share memory.
+    Here tied weights are two copies, as from a GPU. On a CPU transformers sees that they are one.
     """
 
     def copied(*args, **options):

@@ -42,7 +42,7 @@ def tables(monkeypatch, capsys):
 
     def printed_here(name: str, *flags: str) -> list[str]:
         monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))  # some add their own
+        monkeypatch.setattr(stapo, "METHODS", dict(stapo.METHODS))  # some experiments add methods
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--table", *flags])
         runpy.run_path(f"experiments/{name}.py", run_name="__main__")
         return capsys.readouterr().out.splitlines()

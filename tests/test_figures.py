@@ -145,7 +145,7 @@ def test_flags_that_changed_in_the_middle_make_a_line_of_their_own(tmp_path):
     assert [sorted(group.runs) for group in groups] == [[0, 1], [2]]
 
 
-# The seed, and what saves, reports and rounds: runs that differ in these are one line.
+# Runs are one line if they differ in the seed, in what is saved and reported, or by rounding.
 ONE_LINE = """seed output resume data steps save_every keep_last log_samples threads report_to
     eval_every eval_benchmarks eval_limit eval_samples rollout_batch_size cuda_graphs
     tokens_per_micro_batch gradient_checkpointing""".split()

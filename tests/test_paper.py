@@ -289,14 +289,13 @@ def rollout_line(old_logp, entropy, rewards, tau_p):
     """What a step's metrics say of its responses under pi_old, four to a prompt."""
     groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
     right = [logp for logp, reward in zip(old_logp, rewards) if reward > 0]
+    low_prob = float((torch.cat(right).exp() < tau_p).double().mean()) if right else None
     return {
         "tokens": len(entropy),
         "response_length": len(entropy) / len(rewards),
         "entropy": float(entropy.mean()),
         **{f"entropy_p{p}": float(entropy.quantile(p / 100)) for p in (50, 80, 95, 99)},
-        "low_prob_fraction": float((torch.cat(right).exp() < tau_p).double().mean())
-        if right
-        else None,
+        "low_prob_fraction": low_prob,
         "accuracy": rewards.count(1) / len(rewards),
         "reward": statistics.mean(rewards),
         "zero_advantage_fraction": sum(len(set(g)) == 1 for g in groups) / len(groups),

@@ -98,10 +98,10 @@ class Page(HTMLParser):
 def test_everything_equals_a_plain_second_computation(
     tmp_path, tiny, tokenizer, collected, capsys, monkeypatch, over, tau_p
 ):
-    """Whatever the method, and without candidates. The file with the flags is read as ever."""
+    """Whatever the method; also without candidates. @FILE gives flags, as in training."""
     os.chdir(ROOT)
     figure, drawn = tokens.Figure, []
-    monkeypatch.setattr(tokens, "WINDOW", 24)
+    monkeypatch.setattr(tokens, "WINDOW", 12)
     monkeypatch.setattr(tokens, "Figure", lambda **size: drawn.append(figure(**size)) or drawn[0])
     flags = f"--quantile_over {over} --tau_p {tau_p} --method justrl --output {tmp_path}"
     tokens.main([*LOOK.split(), *flags.split()])
@@ -141,11 +141,15 @@ def test_everything_equals_a_plain_second_computation(
         words = Counter(r["text"].replace(" ", "␣") for r in truth if r["low"] == (True, low_h))
         listed = "   ".join(f"{word}\xa0({n})" for word, n in words.most_common(20))
         assert f"{name} (with their counts):   {listed or 'none'}" in table
-    check_page((tmp_path / "responses.html").read_text(), truth, tokenizer)
+    moved = check_page((tmp_path / "responses.html").read_text(), truth, tokenizer)
+    assert moved or (over, tau_p) != ("candidates", 0.1)
 
 
-def check_page(text: str, truth: list[dict], tokenizer) -> None:
-    """Its responses are 20 of those sampled, token by token: marked ones, then others."""
+def check_page(text: str, truth: list[dict], tokenizer) -> bool:
+    """Its responses are 20 of those sampled, token by token: marked ones, then others.
+
+    Whether any of them is shown from a later token on, around its first silenced one.
+    """
     sampled = {}
     for r in truth:
         sampled.setdefault(r["row"], []).append(r)
@@ -153,14 +157,15 @@ def check_page(text: str, truth: list[dict], tokenizer) -> None:
     rows = sorted(sampled, key=lambda row: (row not in marked, row % 4, row))
     shown = [response for response in Page(text).responses if response]  # without the legend
     assert len(shown) == 20 < len(sampled)
-    facts = re.findall('<p class="facts soft">(.*)</p>', text)
+    facts, moved = re.findall('<p class="facts soft">(.*)</p>', text), []
     for problem, fact, response, row in zip(re.findall("<h2>(.*)</h2>", text), facts, shown, rows):
         own = sampled[row]
         first = next((t for t, r in enumerate(own) if all(r["low"])), 0)  # silenced
-        start = max(0, min(first - 12, len(own) - 24))
-        part = f" · only tokens {start + 1} to {start + 24} are shown" if len(own) > 24 else ""
+        start = max(0, min(first - 6, len(own) - 12))
+        moved.append(start)
+        part = f" · only tokens {start + 1} to {start + 12} are shown" if len(own) > 12 else ""
         assert fact.endswith(f"{sum(all(r['low']) for r in own)} silenced{part}")
-        own = own[start : start + 24]
+        own = own[start : start + 12]
         assert problem.replace("↵", "\n") + "\n" == own[0]["prompt"]
         assert [token["text"] for token in response] == [r["text"] for r in own]
         for token, r in zip(response, own, strict=True):
@@ -177,6 +182,7 @@ def check_page(text: str, truth: list[dict], tokenizer) -> None:
             share, word = about[-5].split(maxsplit=1)
             assert float(share) == pytest.approx(float(r["top"].values[0]), rel=0.01)
             assert word.replace("␣", " ") == tokenizer.decode([r["top"].indices[0]])
+    return any(moved)
 
 
 def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected, capsys):

@@ -62,9 +62,9 @@ def problems():
 
 
 def always_or_by_chance(prompts, completion_ids, **_) -> list[float]:
-    """1.2 for every response to a prompt with two minus signs, else 1 or 0."""
+    """1.2 for every response to a prompt of odd length, else 1 or 0."""
     by_chance = reward(completion_ids)
-    return [1.2 if text.count("-") == 2 else x for text, x in zip(prompts, by_chance)]
+    return [1.2 if len(text) % 2 else x for text, x in zip(prompts, by_chance)]
 
 
 def make_trainer(
@@ -150,7 +150,10 @@ class Check(TrainerCallback):
 
 
 def on_ranks(folder) -> None:
-    """Responses are sampled twice, each time the mini-batch of two steps; then eight a prompt."""
+    """Responses are sampled twice, each time the mini-batch of two steps.
+
+    Then once more, with eight responses to a prompt. Rounding is no advantage there.
+    """
     steps = {"num_iterations": 2, "learning_rate": 3e-4}
     trainer = make_trainer(folder, micro_batches=2, mini_batches=1, ranks=2, **steps)
     trainer.add_callback(check := Check(trainer))
@@ -162,15 +165,19 @@ def on_ranks(folder) -> None:
         assert 2 < true["silenced"] == line["silenced"] < true["candidates"] == line["candidates"]
         for name in line.keys() & true.keys():
             assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-5), name
-    assert log[1]["clip_ratio/low_mean"] > log[1]["clip_ratio/high_mean"] > 0
-    eight = {"num_generations": 8, "max_steps": 1, "reward": always_or_by_chance}
+    clipped = {log[1][f"clip_ratio/{which}_mean"] for which in ("low", "high")}
+    assert min(clipped) > 0 and len(clipped) == 2
+    eight = {"num_generations": 8, "max_steps": 1, "per_device_train_batch_size": 60}
+    eight |= {"reward": always_or_by_chance}  # 15 groups, one of which is on both ranks
     trainer = make_trainer(folder, mini_batches=1, ranks=2, **eight)
     trainer.train()
     (batch,) = trainer._buffered_inputs
-    texts = trainer.processing_class.batch_decode(batch["prompt_ids"], skip_special_tokens=True)
-    paid = list(zip(texts, always_or_by_chance(texts, batch["completion_ids"])))
-    differ = [len({value for other, value in paid if other == text}) > 1 for text in texts]
-    assert (batch["advantages"] != 0).tolist() == differ and any(differ)
+    expected = []
+    for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"].bool()):
+        first = [[response(ids[mask].tolist(), member)[0]] for member in range(GROUP)]
+        text = trainer.processing_class.decode(ids[mask])
+        expected.append(len({*always_or_by_chance([text] * GROUP, first)}) > 1)
+    assert (batch["advantages"] != 0).tolist() == expected and any(expected)
 
 
 def test_each_step_is_the_papers_on_two_ranks(tmp_path):
@@ -242,17 +249,8 @@ def test_options_that_stapo_has_no_place_for_are_refused_by_name(tmp_path, monke
         trl_stapo.check(options, {})
 
 
-def test_a_routers_loss_is_refused_by_name(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = Qwen3MoeConfig(**SHAPE, head_dim=8, **experts, router_aux_loss_coef=0.5)
-    with pytest.raises(ValueError, match="^router_aux_loss_coef=0.5: STAPO needs 0.0$"):
-        make_trainer(
-            tmp_path, model=AutoModelForCausalLM.from_config(config), router_aux_loss_coef=None
-        )
-
-
-def test_more_that_stapo_has_no_place_for(tmp_path):
-    """Tokens of others, mini-batches over two rollouts, weights that would round their updates."""
+def test_tools_uneven_mini_batches_and_bfloat16_weights_are_refused(tmp_path):
+    """By name; and a router's loss."""
     config = trl_stapo.GRPOConfig(str(tmp_path), use_cpu=True, **trl_stapo.DEFAULTS)
     for name in ("tools", "rollout_func", "environment_factory"):
         with pytest.raises(ValueError, match=f"^{name}: STAPO has no mask"):
@@ -262,6 +260,11 @@ def test_more_that_stapo_has_no_place_for(tmp_path):
         trl_stapo.check(config, {})
     with pytest.raises(ValueError, match="^dtype: trained weights must be float32"):
         make_trainer(tmp_path, model=make_random_model(320).bfloat16())
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**SHAPE, head_dim=8, **experts, router_aux_loss_coef=0.5)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="^router_aux_loss_coef=0.5: STAPO needs 0.0$"):
+        make_trainer(tmp_path, model=model, router_aux_loss_coef=None)
 
 
 def test_dropout_layers_are_switched_off(tmp_path):
@@ -316,8 +319,7 @@ def test_the_pages_two_processes(tmp_path):
     """TRL's own sampler draws from the policy; the model that is saved has changed."""
     assert launch(on_two_processes, 2, tmp_path / "log", tmp_path, timeout=300) == [0, 0]
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
-    first = state["log_history"][0]
-    assert abs(first["sampling_z"]) < 5
+    assert abs(state["log_history"][0]["sampling_z"]) < 5
     saved, base = load_model(str(tmp_path)).state_dict(), load_model(str(TINY)).state_dict()
     assert any((saved[key] != base[key]).any() for key in base)
 

@@ -22,23 +22,8 @@ from support.data import load_problems
 TRAINING = r"""
 --method ppo | --method ppo: not one of stapo, justrl
 --group_size 1 | --group_size 1: an advantage needs
---keep_last -1 | --keep_last -1: must be at least 1
 --q 1.5 | --q 1.5: a quantile is between 0 and 1
 --grad_clip -1 | --grad_clip -1.0: must be above 0
---eval_limit -195 | --eval_limit -195: must be at least 0
---eval_samples -1 | --eval_samples -1: must be at least 0
---log_samples -14 | --log_samples -14: must be at least 0
---steps -1 | --steps -1: must be at least 0
---save_every -10 | --save_every -10: must be at least 0
---eval_every -1 | --eval_every -1: must be at least 0
---warmup_steps -5 | --warmup_steps -5: must be at least 0
---tokens_per_micro_batch 0 | --tokens_per_micro_batch 0: must be at least 1
---rollout_batch_size 0 | --rollout_batch_size 0: must be at least 1
---batch_size 0 | --batch_size 0: must be at least 1
---mini_batch_size 0 | --mini_batch_size 0: must be at least 1
---max_new_tokens 0 | --max_new_tokens 0: must be at least 1
---max_prompt_tokens 0 | --max_prompt_tokens 0: must be at least 1
---threads -1 | --threads -1: must be at least 0
 --batch_size 5 | --batch_size 5: not a multiple of --mini_batch_size 2
 --max_prompt_tokens 1 | --max_prompt_tokens 1: every prompt is longer
 --model no/such/model | no/such/model: no tokenizer there
@@ -101,7 +86,19 @@ def contents(folder) -> dict:
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("row", TRAINING.strip().splitlines())
+LEAST_1 = """keep_last tokens_per_micro_batch rollout_batch_size batch_size mini_batch_size
+    max_new_tokens max_prompt_tokens""".split()
+LEAST_0 = """eval_limit eval_samples log_samples steps save_every eval_every warmup_steps
+    threads""".split()
+
+
+def too_small(ones: list[str], zeros: list[str]) -> list[str]:
+    """A row for each flag: one below its least value."""
+    least = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0)
+    return [f"--{x} {n - 1} | --{x} {n - 1}: must be at least {n}" for x, n in least.items()]
+
+
+@pytest.mark.parametrize("row", TRAINING.strip().splitlines() + too_small(LEAST_1, LEAST_0))
 def test_stapo_py(folder, tmp_path, capsys, row):
     flags, message = row.replace("{}", str(folder)).split(" | ")
     before = contents(folder)
@@ -120,14 +117,13 @@ EVALUATION = r"""
 --model {}/run | run: no model there, .* or a run's checkpoint .Unrecognized model in
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
---samples -1 | --samples -1: must be at least 0
---limit -1 | --limit -1: must be at least 0
---max_new_tokens 0 | --max_new_tokens 0: must be at least 1
---rollout_batch_size 0 | --rollout_batch_size 0: must be at least 1
 """
 
 
-@pytest.mark.parametrize("row", EVALUATION.strip().splitlines())
+SMALL = too_small(["max_new_tokens", "rollout_batch_size"], ["samples", "limit"])
+
+
+@pytest.mark.parametrize("row", EVALUATION.strip().splitlines() + SMALL)
 def test_eval_py(folder, tmp_path, capsys, monkeypatch, row):
     monkeypatch.setattr(evaluation.rollout, "sample", None)  # it is found before sampling
     flags, message = row.replace("{}", str(folder)).split(" | ")
@@ -219,7 +215,7 @@ def test_a_gated_model_says_where_to_log_in(monkeypatch, capsys):
 
 
 def test_a_package_that_is_too_old_is_named(tmp_path):
-    """Before anything is imported that only newer versions have, which are not here at all."""
+    """The message comes before any import of a name that this stub of transformers lacks."""
     names = "AutoTokenizer = GenerationConfig = PreTrainedModel = PreTrainedTokenizerBase"
     (tmp_path / "transformers.py").write_text(f"{names} = object\n")
     (tmp_path / "transformers-4.57.1.dist-info").mkdir()
