@@ -126,9 +126,8 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
             assert pi[row["placebo_id"]] < 0.15
             odds = pi.where(pi < 0.15, 0) / row["rare_p"]  # of each rare token to be drawn
             mean = float(odds @ odds)
-            placebos.append(
-                (float(odds[row["placebo_id"]]) - mean, float(odds @ odds**2) - mean**2)
-            )
+            variance = float(odds @ odds**2) - mean**2
+            placebos.append((float(odds[row["placebo_id"]]) - mean, variance))
         for name, prefix in found.items():
             error = (values[prefix] * (1 - values[prefix]) / 400) ** 0.5
             share = (row[name] + 1) / 4  # of the reward 3
@@ -233,7 +232,7 @@ def test_tokens_are_drawn_evenly_from_as_many_batches_as_are_needed(tmp_path, sm
             draws[kind].append((response in kept, [each in kept for each in responses]))
             draws["t"].append((at, [*likely[response]]))
             draws["p"].append((likely[response][at], likely[response].values()))
-    del draws["likely, wrong"]
+    del draws["likely, wrong"]  # none of them is beside a candidate
     for name, each in draws.items():
         apart = sum(value - fmean(among) for value, among in each)
         assert abs(apart) / sum(pvariance(among) for _, among in each) ** 0.5 < 3, name
@@ -290,10 +289,8 @@ def test_tokens_of_something_else_are_refused_by_name(tmp_path, small, capsys):
     """And a folder of another program: no table is written over."""
     flags = f"{small[1]} --continuations 1 --output {tmp_path}/out"
     credit.main(flags.split())
-    weights = (
-        shutil.copytree(tmp_path / "run/checkpoints/step_000003", tmp_path / "other")
-        / "model.safetensors"
-    )
+    model = tmp_path / "run" / "checkpoints" / "step_000003"
+    weights = shutil.copytree(model, tmp_path / "other") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     write_rows(tmp_path / "other.jsonl", {"problem": "a", "letter": "a", "answer": "1"})
     for other in OTHERS.replace("{}", str(tmp_path)).split(","):
