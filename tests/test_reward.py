@@ -10,7 +10,7 @@ from helpers import ROOT
 
 from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
 from support import InputError
-from support.latex import RULES
+from support.latex import RULES, clean, tokenize
 
 EQUAL = r"""
 \frac12 | .5 | 0.500 | 1/2 | \dfrac{2}{4} | 50\% | \frac 1{2} | 1\div 2 | ½ | {1 \over 2}
@@ -408,7 +408,7 @@ e i x n 0 1 2 10 3.5 1,234 % ° : \circ ' \approx and cm 1e5 $ \! \, ~ . ≈ √
 
 def test_fuzz():
     """Nothing raises, and an answer equals itself in dollars, which is another text to compare."""
-    rng, equal, correct = random.Random(0), 0, 0
+    rng, correct = random.Random(0), 0
     for i in range(3_000):
         if i % 3 == 0:
             texts = [rng.randbytes(rng.randrange(60)).decode("latin-1") for _ in range(2)]
@@ -419,10 +419,10 @@ def test_fuzz():
         a, b = texts
         math_equal(a, b)
         is_correct(boxed(a), b)
-        equal += math_equal(f"${a}$", a)
+        assert math_equal(f"${a}$", a) or not tokenize(clean(a)), a
         if answer := extract_answer("so " + boxed(a)):
             correct += is_correct(boxed(f"${answer}$"), answer)
-    assert equal > 2_900 and correct > 2_400  # of the others most are signs without a value
+    assert correct > 2_400  # of the others most are signs without a value
 
 
 # Pieces that are repeated; an opening, how often, and its closing around a 5; whole answers.

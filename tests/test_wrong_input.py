@@ -86,19 +86,20 @@ def contents(folder) -> dict:
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-LEAST_1 = """keep_last tokens_per_micro_batch rollout_batch_size batch_size mini_batch_size
-    max_new_tokens max_prompt_tokens""".split()
-LEAST_0 = """eval_limit eval_samples log_samples steps save_every eval_every warmup_steps
-    threads""".split()
-
-
-def too_small(ones: list[str], zeros: list[str]) -> list[str]:
+def too_small(flags: str, least: int) -> list[str]:
     """A row for each flag: one below its least value."""
-    least = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0)
-    return [f"--{x} {n - 1} | --{x} {n - 1}: must be at least {n}" for x, n in least.items()]
+    below = [f"--{flag} {least - 1}" for flag in flags.split()]
+    return [f"{flag} | {flag}: must be at least {least}" for flag in below]
 
 
-@pytest.mark.parametrize("row", TRAINING.strip().splitlines() + too_small(LEAST_1, LEAST_0))
+ROWS = TRAINING.strip().splitlines()
+ROWS += too_small("keep_last rollout_batch_size tokens_per_micro_batch batch_size", least=1)
+ROWS += too_small("mini_batch_size max_new_tokens max_prompt_tokens", least=1)
+ROWS += too_small("steps save_every warmup_steps threads log_samples", least=0)
+ROWS += too_small("eval_every eval_limit eval_samples", least=0)
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_stapo_py(folder, tmp_path, capsys, row):
     flags, message = row.replace("{}", str(folder)).split(" | ")
     before = contents(folder)
@@ -120,10 +121,11 @@ EVALUATION = r"""
 """
 
 
-SMALL = too_small(["max_new_tokens", "rollout_batch_size"], ["samples", "limit"])
+EVAL_ROWS = EVALUATION.strip().splitlines() + too_small("samples limit", least=0)
+EVAL_ROWS += too_small("max_new_tokens rollout_batch_size", least=1)
 
 
-@pytest.mark.parametrize("row", EVALUATION.strip().splitlines() + SMALL)
+@pytest.mark.parametrize("row", EVAL_ROWS)
 def test_eval_py(folder, tmp_path, capsys, monkeypatch, row):
     monkeypatch.setattr(evaluation.rollout, "sample", None)  # it is found before sampling
     flags, message = row.replace("{}", str(folder)).split(" | ")
