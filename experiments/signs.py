@@ -1,9 +1,11 @@
-"""Where rare tokens are silenced: in right answers (STAPO), in wrong answers instead, or in both.
+"""Which tokens are silenced: in right or wrong answers, and at the second place or the others.
 
-python experiments/signs.py --jobs 2    # the runs and the tables: half an hour
+    python experiments/signs.py --jobs 2    # the runs and the tables: an hour
+    python experiments/signs.py --only places --seeds 90 91 --results FILE    # other seeds
 
-credit-protocol.md says what would support and what would refute. experiments/credit.py measures
-tokens of the runs of STAPO and JustRL.
+`signs` silences rare tokens of right answers (STAPO), of wrong answers instead, or of both.
+`places` spares the second token of each response, or silences only that. credit-protocol.md says
+what would support and what would refute. experiments/credit.py measures tokens of runs of `signs`.
 """
 
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import runs
 import torch
 from runs import Lines, Part, mean_of
+from torch import Tensor
 
 import stapo
 
@@ -25,9 +28,24 @@ METHODS = {
     "right and wrong answers": "both",
     "wrong answers instead": "wrong",
 }
+PLACES_FLAGS = "@tests/tiny/args --save_every 0 --log_samples 0"
+HELD_OUT = "--benchmarks tests/tiny/test.jsonl --samples 4"
+PLACES = {
+    "places: STAPO": "stapo",
+    "places: second spared": "spare-second",
+    "places: only the second": "only-second",
+    "places: JustRL": "justrl",
+}
+PAIRS = {  # the rows of `places` that are compared
+    "second spared, minus STAPO": ("places: second spared", "places: STAPO"),
+    "only the second, minus JustRL": ("places: only the second", "places: JustRL"),
+    "only the second, minus STAPO": ("places: only the second", "places: STAPO"),
+    "JustRL, minus STAPO": ("places: JustRL", "places: STAPO"),
+}
+Method = Callable[[stapo.Batch, stapo.Policy | None, stapo.Config], stapo.Choice]
 
 
-def silence_as(seen: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., stapo.Choice]:
+def silence_as(seen: Callable[[Tensor], Tensor]) -> Method:
     """A method: STAPO's choice, if seen(advantages) were the advantages."""
 
     def choose(batch: stapo.Batch, policy: stapo.Policy | None, cfg: stapo.Config) -> stapo.Choice:
@@ -37,31 +55,68 @@ def silence_as(seen: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., st
     return choose
 
 
+def silence_where(holds: Callable[[Tensor], Tensor]) -> Method:
+    """A method: STAPO's choice, but only tokens are silenced whose place has holds(place).
+
+    place: (B, L) long, 1 for the first token of a response.
+    """
+
+    def choose(batch: stapo.Batch, policy: stapo.Policy | None, cfg: stapo.Config) -> stapo.Choice:
+        choice = stapo.silence_spurious(batch, policy, cfg)
+        spared = batch.mask & ~holds(batch.mask.cumsum(1))
+        return choice._replace(keep=choice.keep | spared)
+
+    return choose
+
+
 def measure(folder: Path) -> dict[str, float]:
-    """Accuracy in percent by the span of steps, and the entropy of the last five steps in nats."""
+    """Accuracies in percent, silenced tokens of a step, and the entropy of the last five steps."""
     lines = runs.read_metrics(folder)
     spans = {name: 100 * mean_of(lines[a:b], "accuracy") for name, (a, b) in SPANS.items()}
-    return spans | {"entropy, last five": mean_of(lines[-5:], "entropy")}
+    spans |= runs.held_out(folder) if (folder / "held-out").exists() else {}
+    rest = {"silenced a step": mean_of(lines, "silenced")}
+    return spans | rest | {"entropy, last five": mean_of(lines[-5:], "entropy")}
 
 
 def report(lines: Lines) -> str:
-    """Accuracy in percent, and in points minus STAPO's: paired, with 95 % intervals."""
-    rows = runs.rows_of(lines)
+    """Accuracy in percent, and in points minus STAPO's: paired, with 95 % intervals over seeds."""
+    rows = {name: own for name, own in runs.rows_of(lines).items() if name in METHODS}
     columns = dict.fromkeys(SPANS, ".1f") | {"entropy, last five": ".2f"}
-    gaps = {row: runs.minus(rows[row], rows["STAPO"], columns) for row in rows}
-    del gaps["STAPO"]
+    gaps = {row: runs.minus(rows[row], rows["STAPO"], columns) for row in rows if row != "STAPO"}
     signed = {key: f"95 +{form}" for key, form in columns.items()}
     return f"{runs.table(columns, rows)}\n\n{runs.table(signed, gaps)}"
 
 
-ROWS = {name: (f"--method {method}", range(40, 45)) for name, method in METHODS.items()}
-PROGRAM = "experiments/signs.py train"
-RUNS = [run._replace(program=PROGRAM) for run in runs.list_runs(ROWS, FLAGS, "", "")]
-PARTS = {"signs": Part(RUNS, report)}
+def report_places(lines: Lines) -> str:
+    """Accuracy in percent, and differences in points: paired, with 95 % intervals over seeds."""
+    rows = {name: own for name, own in runs.rows_of(lines).items() if name in PLACES}
+    spans = ["10 to 20", "last five", "held out at T = 1", "held out at T = 0.7"]
+    columns = dict.fromkeys(spans, ".1f") | {"entropy, last five": ".2f", "silenced a step": ".0f"}
+    gaps = {
+        name: runs.minus(rows.get(mine, {}), rows.get(other, {}), columns)
+        for name, (mine, other) in PAIRS.items()
+    }
+    signed = {key: f"95 +{form}" for key, form in columns.items() if key != "silenced a step"}
+    return f"{runs.table(columns, rows)}\n\n{runs.table(signed, gaps)}"
+
+
+def list_runs(methods: dict[str, str], seeds: range, flags: str, evaluation: str) -> list[runs.Run]:
+    rows = {name: (f"--method {method}", seeds) for name, method in methods.items()}
+    found = runs.list_runs(rows, flags, "", evaluation)
+    return [run._replace(program="experiments/signs.py train") for run in found]
+
+
+RUNS = list_runs(METHODS, range(40, 45), FLAGS, "")
+PARTS = {
+    "signs": Part(RUNS, report),
+    "places": Part(list_runs(PLACES, range(70, 75), PLACES_FLAGS, HELD_OUT), report_places),
+}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["train"]:  # stapo.py with two more methods
+    if sys.argv[1:2] == ["train"]:  # stapo.py with more methods
         stapo.METHODS |= {"both": silence_as(torch.abs), "wrong": silence_as(torch.neg)}
+        stapo.METHODS["spare-second"] = silence_where(lambda place: place != 2)
+        stapo.METHODS["only-second"] = silence_where(lambda place: place == 2)
         stapo.main(sys.argv[2:])
     else:
         runs.main(__doc__, measure, ["accuracy", "entropy", "candidates", "silenced"], PARTS)
