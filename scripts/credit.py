@@ -8,8 +8,10 @@ mean reward Q. Q - V is the token's true advantage. Training gives the token A, 
 whole response. With the rewards +1 and -1, Q - V = 0.1 is 5 points of accuracy. These tokens are
 measured:
 
-    silenced, kept    candidates (A > 0, p < tau_p) with H below tau_h of their mini-batch, and the
-                      others; with --q 0.5, the halves of low and of high H
+    rare, as drawn    tokens with p < tau_p of all responses, whatever became of the answer. Low and
+                      high H are below tau_h of their mini-batch, and the others
+    likely, as drawn  tokens with p >= tau_p of all responses
+    silenced, kept    candidates (A > 0, p < tau_p) of low H, and of high H; with --q 0.5, halves
     rare, wrong       tokens with p < tau_p of wrong answers (A < 0)
     likely, right     tokens with p >= tau_p, each from the response of a candidate
     likely, wrong     the same for the rare tokens of wrong answers
@@ -22,17 +24,20 @@ stopped while it continues responses, the same command goes on.
 """
 
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 import responses
 import tokens
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
@@ -53,24 +58,34 @@ from support.run import (
 )
 
 CANDIDATES = ("silenced", "kept")
-RARE = (*CANDIDATES, "rare, wrong")
-KINDS = (*RARE, "likely, right", "likely, wrong")
+KINDS = ("rare, as drawn", "likely, as drawn", *CANDIDATES, "rare, wrong")
+KINDS += ("likely, right", "likely, wrong")
+PLACES: dict[str, Callable[[dict], bool]] = {
+    "first token": lambda row: row["t"] == 0,
+    "second token": lambda row: row["t"] == 1,
+    "later": lambda row: row["t"] >= 2,
+    "before the answer": lambda row: row.get("answered") is False,
+    "after the answer": lambda row: row.get("answered") is True,
+}
 SHOWN = 20  # tokens of either end on the page
 NOTES = (
     "A is what training gives a token. Q - V is what it was worth, in units of the reward: with +1 "
-    "and -1, 0.1 is 5 points of accuracy. ± is one standard error, clustered by problem.\n"
-    "In right answers Q - V is too high, by selection: of two equal tokens, the one that was "
-    "followed by a right answer is there. In wrong answers Q - V is too low. A candidate minus its "
-    "placebo shows by how much. The placebo is free of this, but its place still is one of a right "
-    "answer.\n"
+    "and -1, 0.1 is 5 points of accuracy. ± is one standard error, clustered by problem. held: the "
+    "number in the batches, of which n were measured. minus likely: Q - V minus that of likely "
+    "tokens (as drawn, of right, or of wrong answers). spread: the standard deviation of the true "
+    "Q - V between tokens, without the noise of sampling.\n"
+    "Tokens as drawn are not selected by the outcome. In right answers Q - V is too high, by "
+    "selection: of two equal tokens, the one that was followed by a right answer is there. In "
+    "wrong answers Q - V is too low. A candidate minus its placebo shows by how much. The placebo "
+    "is free of this, but its place still is one of a right answer.\n"
     "The mean of Q - V over all tokens that the model can draw at a place is 0. So where rare "
     'tokens hold much of the probability ("rare p"), their mean may be near 0 for this reason. Q '
     "cannot be below the lowest reward."
 )
 # Flags that decide which tokens are drawn, and their continuations.
 IDENTITY = (
-    "instruction chat_template reward answered tau_p q quantile_over group_size batch_size "
-    "mini_batch_size max_prompt_tokens max_new_tokens seed tokens controls continuations batches"
+    "instruction chat_template reward answered tau_p q quantile_over group_size batch_size seed "
+    "mini_batch_size max_prompt_tokens max_new_tokens drawn tokens controls continuations batches"
 ).split()
 
 
@@ -78,6 +93,7 @@ IDENTITY = (
 class Config(stapo.Config):
     """The flags of stapo.py and more."""
 
+    drawn: int = flag(100, "most rare tokens as drawn, and most likely ones as drawn")
     tokens: int = flag(100, "most silenced tokens, and most kept candidates")
     controls: int = flag(100, "most tokens of each other kind")
     continuations: int = flag(16, "continuations from before and from after a token (K)")
@@ -96,11 +112,12 @@ class Token(NamedTuple):
     """A token of a batch."""
 
     kind: str
+    held: int  # tokens of this kind in all batches
     step: int  # of the batch
     batch: stapo.Batch
+    tau_h: Tensor  # (B,): of the mini-batch of each row
     row: int  # of the batch
     column: int
-    tau_h: float  # of its mini-batch
 
 
 def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> list[dict]:
@@ -109,40 +126,48 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
     Returns a row for each token that is to be measured.
     """
     answered = load_answered(cfg)
-    most = dict(zip(RARE, (cfg.tokens, cfg.tokens, cfg.controls)))
-    found: dict[str, list[Token]] = {kind: [] for kind in RARE}
+    most = dict(zip(KINDS, (cfg.drawn, cfg.drawn, cfg.tokens, cfg.tokens, cfg.controls)))
+    batches = []
+    found: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}  # (N, 3): batch, row, column
+    held = dict.fromkeys(KINDS, 0)
     for step in range(first, first + cfg.batches):
         batch, _ = stapo.collect(policy, None, task, step, cfg)
         silenced, tau_h = tokens.silence(batch, cfg)  # (B, L), (B,)
         rare = batch.mask & (batch.old.logp.exp() < cfg.tau_p)
+        likely = batch.mask & ~rare
         right, wrong = batch.advantages[:, None] > 0, batch.advantages[:, None] < 0  # (B, 1)
-        masks = (silenced, rare & right & ~silenced, rare & wrong)
-        for kind, mask in zip(RARE, masks):
-            for i, at in mask.nonzero().tolist():
-                found[kind].append(Token(kind, step, batch, i, at, float(tau_h[i])))
-        counts = {kind: len(each) for kind, each in found.items()}
-        progress.log(f"the batch of step {step}: {counts}")
-        if all(counts[kind] >= most[kind] for kind in RARE):
+        masks = (rare, likely, silenced, rare & right & ~silenced)
+        masks += (rare & wrong, likely & right, likely & wrong)
+        for kind, mask in zip(KINDS, masks, strict=True):
+            found[kind].append(pad(mask.nonzero(), (1, 0), value=len(batches)))
+            held[kind] += len(found[kind][-1])
+        batches.append((step, batch, tau_h))
+        progress.log(f"the batch of step {step}: {held}")
+        if all(held[kind] >= count for kind, count in most.items()):
             break
 
-    def draw(each: list[Token], count: int) -> list[Token]:
-        order = torch.randperm(len(each), generator=generator(cfg.seed, "draw"))
-        return [each[i] for i in order[:count].tolist()]
-
-    drawn = {kind: draw(found[kind], most[kind]) for kind in RARE}
-    if not any(drawn.values()):
+    if not held["rare, as drawn"]:
         raise InputError(
             f"--batches {cfg.batches}: no rare token in them; give more, or larger ones"
         )
-    near_candidates = draw(drawn["silenced"] + drawn["kept"], cfg.controls)
+
+    def draw(size: int, count: int) -> list[int]:
+        return torch.randperm(size, generator=generator(cfg.seed, "draw"))[:count].tolist()
+
+    drawn: dict[str, list[Token]] = {}
+    for kind, count in most.items():
+        places = torch.cat(found[kind])[draw(held[kind], count)].tolist()
+        drawn[kind] = [Token(kind, held[kind], *batches[b], i, at) for b, i, at in places]
+    candidates = drawn["silenced"] + drawn["kept"]
+    near_candidates = [candidates[i] for i in draw(len(candidates), cfg.controls)]
     chosen = sum(drawn.values(), [])
-    chosen += likely_tokens(near_candidates, "likely, right", cfg)
-    chosen += likely_tokens(drawn["rare, wrong"], "likely, wrong", cfg)
+    chosen += likely_tokens(near_candidates, "likely, right", held, cfg)
+    chosen += likely_tokens(drawn["rare, wrong"], "likely, wrong", held, cfg)
     with gathered(policy) as model:
         return [describe(x, model, task, answered, cfg) for x in progress.track(chosen, "places")]
 
 
-def likely_tokens(rare: list[Token], kind: str, cfg: Config) -> list[Token]:
+def likely_tokens(rare: list[Token], kind: str, held: dict, cfg: Config) -> list[Token]:
     """Draw a likely token from the response of each rare token, if it has any."""
     found = []
     for token in rare:
@@ -151,7 +176,7 @@ def likely_tokens(rare: list[Token], kind: str, cfg: Config) -> list[Token]:
         random = generator(cfg.seed, kind, token.step, token.row, token.column)
         if likely.any():
             column = int(torch.multinomial(likely.float(), 1, generator=random))
-            found.append(token._replace(kind=kind, column=column))
+            found.append(token._replace(kind=kind, held=held[kind], column=column))
     return found
 
 
@@ -160,7 +185,7 @@ def describe(
     token: Token, model: Model, task: stapo.Task, answered: Callable, cfg: Config
 ) -> dict[str, Any]:
     """Return a token's row: what is known of it before it is measured, and a placebo."""
-    kind, step, batch, i, at, tau_h = token
+    kind, held, step, batch, tau_h, i, at = token
     order = stapo.batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     problem = order[i // cfg.group_size]
     start, ids = int(batch.mask[i].nonzero()[0]), batch.ids[i, : batch.lengths[i]]
@@ -171,6 +196,7 @@ def describe(
     context = to_text(task.tokenizer, ids[start:at].tolist(), skip_special=True)
     row = {
         "kind": kind,
+        "held": held,
         "problem": problem,  # its number among the problems, from 0
         "response": f"{step}-{i}",
         "t": at - start,
@@ -179,6 +205,7 @@ def describe(
         "answered": answered(context, task.problems[problem]),
         "p": float(p[at]),
         "H": float(entropy[at]),
+        "low_h": bool(entropy[at] < tau_h[i]),
         "A": float(batch.advantages[i]),
         "rare_p": float(rare_pi.sum()),
         "start": start,  # of the response in ids
@@ -190,7 +217,7 @@ def describe(
         row |= {
             "placebo_id": int(torch.multinomial(rare_pi, 1, generator=random)),
             "rank": rank_of(token, cfg),
-            "tau_h": tau_h,
+            "tau_h": float(tau_h[i]),
             "likeliest": list(zip(likeliest.indices.tolist(), likeliest.values.tolist())),
             "all_p": p.tolist(),  # of each of ids
             "all_H": entropy.tolist(),
@@ -239,7 +266,7 @@ def measure(policy: Policy, task: stapo.Task, rows: list[dict], cfg: Config, fil
                 some = [i for i in found if name != "placebo" or "placebo_id" in rows[i]]
                 rewards = continue_all(model, task, [rows[i] for i in some], name, cfg)
                 for i, each in zip(some, rewards, strict=True):
-                    found[i][name] = each
+                    found[i][name] = [int(x) if x == int(x) else x for x in each]
             append_rows(file, list(found.values()))
 
 
@@ -286,52 +313,88 @@ def continue_all(
 # ---------------------------------------------------------------------------------------- the table
 
 
-def estimate(
-    rows: list[dict], minus: list[dict] | None = None, name: str = "Q"
-) -> tuple[float, float] | None:
+def estimate(rows: list[dict], minus: list[dict] | None = None) -> tuple[float, float] | None:
     """Return the mean of Q - V, minus that of other rows, and its standard error.
 
-    name: "Q" or "placebo". The error is clustered by problem, because tokens come in responses, and
-    responses in groups. Returns None if rows are of fewer than two problems.
+    The error is clustered by problem, because tokens come in responses, and responses in groups.
+    Returns None if rows are of fewer than two problems.
     """
     mean, residuals = 0.0, defaultdict(float)  # by the problem
     for sign, part in [(1, rows)] if minus is None else [(1, rows), (-1, minus)]:
         if len({row["problem"] for row in part}) < 2:
             return None
-        average = fmean(row[name] - row["V"] for row in part)
+        average = fmean(row["Q"] - row["V"] for row in part)
         mean += sign * average
         for row in part:
-            residuals[row["problem"]] += sign * (row[name] - row["V"] - average) / len(part)
+            residuals[row["problem"]] += sign * (row["Q"] - row["V"] - average) / len(part)
     count = len(residuals)
     return mean, (count / (count - 1) * sum(x * x for x in residuals.values())) ** 0.5
 
 
-def table(rows: list[dict]) -> str:
-    """Return Q - V by the kind of token and by its place, as a Markdown table."""
-    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    silenced, kept = kinds["silenced"], kinds["kept"]
-    groups = [(kind, kinds[kind], None, "Q") for kind in KINDS]
-    groups.insert(2, ("kept minus silenced", kept, silenced, "Q"))
-    groups.append(("placebo of silenced", silenced, None, "placebo"))
-    groups.append(("placebo of kept", kept, None, "placebo"))
-    splits = {
-        "Q - V": lambda row: True,
-        "first two tokens": lambda row: row["t"] < 2,
-        "later": lambda row: row["t"] >= 2,
-        "before the answer": lambda row: row["answered"] is False,
-        "after the answer": lambda row: row["answered"] is True,
-    }
-    shown = [["tokens", "n", "A", "rare p", "V", *splits]]
-    for title, own, minus, name in groups:
-        if not own:
-            continue
-        means = [fmean(row[key] for row in own) for key in ("A", "rare_p", "V")]
-        shown.append([title, str(len(own)), *(f"{mean:.3g}" for mean in means)])
-        for holds in splits.values():
-            others = None if minus is None else list(filter(holds, minus))
-            found = estimate(list(filter(holds, own)), others, name)
-            shown[-1].append("{:+.3f} ± {:.3f}".format(*found) if found else "-")
-    return markdown(shown)
+def spread(rows: list[dict]) -> float:
+    """Return the standard deviation of the true Q - V between tokens: without sampling's noise."""
+    if min(len(rows), *(len(row["rewards"]["V"]) for row in rows)) < 2:
+        return math.nan
+    found = variance(row["Q"] - row["V"] for row in rows)
+    for each in [row["rewards"][name] for row in rows for name in ("V", "Q")]:
+        if len(each) > 1:  # a text that has ended has one reward, without noise
+            found -= variance(each) / len(each) / len(rows)
+    return max(0.0, found) ** 0.5
+
+
+def placebos(rows: list[dict]) -> list[dict]:
+    """Return candidates with their placebos' Q."""
+    rewards = [row["rewards"] for row in rows]
+    both = [{"rewards": x | {"Q": x["placebo"]}} for x in rewards]
+    return [row | each | {"Q": row["placebo"]} for row, each in zip(rows, both)]
+
+
+def mean_cell(rows: list[dict], minus: list[dict] | None) -> str:
+    """Return the mean of Q - V, minus that of other rows, with its standard error."""
+    found = estimate(rows, minus)
+    return "{:+.3f} ± {:.3f}".format(*found) if found else "-"
+
+
+def table(rows: list[dict], show: Callable = mean_cell, form: str = ".3f") -> list[list[str]]:
+    """Return cells, the headings first: a row for each kind of tokens, and for their places.
+
+    show: the function for means of Q - V. form: the format of the spread.
+    """
+    of = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    drawn, likely, silenced, kept, rare_wrong, right, wrong = of.values()
+    low, high = ([row for row in drawn if row["low_h"] is said] for said in (True, False))
+    groups = [  # of tokens, and the likely tokens that they are compared with
+        ("rare, as drawn", drawn, likely),
+        *with_parts("as drawn, low H", low, likely),
+        *with_parts("as drawn, high H", high, likely),
+        ("likely, as drawn", likely, None),
+        *with_parts("silenced", silenced, right),
+        ("kept", kept, right),
+        ("placebo of silenced", placebos(silenced), right),
+        ("placebo of kept", placebos(kept), right),
+        ("likely, right", right, None),
+        ("rare, wrong", rare_wrong, wrong),
+        ("likely, wrong", wrong, None),
+    ]
+    cells = [["tokens", "n", "held", "A", "rare p", "V", "Q - V", "minus likely", "spread"]]
+    for title, own, others in groups:
+        if own:
+            held = str(own[0]["held"]) if title in KINDS else ""
+            means = [f"{fmean(row[key] for row in own):.3g}" for key in ("A", "rare_p", "V")]
+            worth = [show(own, None), show(own, others) if others else ""]
+            cells.append([title, str(len(own)), held, *means, *worth, f"{spread(own):{form}}"])
+    for title, own, others in (
+        ("as drawn, high minus low H", high, low),
+        ("kept minus silenced", kept, silenced),
+    ):
+        cells.append([title, *[""] * 5, show(own, others), "", ""])
+    return cells
+
+
+def with_parts(title: str, rows: list[dict], likely: list[dict]) -> list[tuple]:
+    """Return a group of tokens for table, and its parts by place."""
+    parts = {name: list(filter(holds, rows)) for name, holds in PLACES.items()}
+    return [(title, rows, likely), *((f"- {name}", part, likely) for name, part in parts.items())]
 
 
 # ----------------------------------------------------------------------------------------- the page
@@ -407,9 +470,10 @@ def run(cfg: Config) -> None:
     rows = list(read_lines(out / "tokens.jsonl"))
     measure(policy, task, rows, cfg, out / "rewards.jsonl")
     for line in read_lines(out / "rewards.jsonl"):
-        means = {name: fmean(line[name]) for name in ("V", "Q", "placebo") if name in line}
-        rows[line["number"]] |= means
-    text = f"### {cfg.model}\n\n{table(rows)}\n{NOTES}\n"
+        rewards = {name: line[name] for name in ("V", "Q", "placebo") if name in line}
+        rows[line["number"]] |= {name: fmean(x) for name, x in rewards.items()}
+        rows[line["number"]]["rewards"] = rewards
+    text = f"### {cfg.model}\n\n{markdown(table(rows))}\n{NOTES}\n"
     write_whole(out / "table.md", text)
     candidates = [row for row in rows if row["kind"] in CANDIDATES]
     candidates.sort(key=lambda row: row["Q"] - row["V"])
