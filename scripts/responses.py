@@ -1,4 +1,4 @@
-"""Make a page that shows right responses token by token. tokens.py and credit.py call this.
+"""Make a page that shows right responses token by token. tokens.py calls this.
 
 1. The colour of a token shows its quadrant of (p, H). Tokens of low p and low H are silenced.
 2. A panel describes the token under the pointer or in keyboard focus. Its text is the token's
@@ -43,7 +43,6 @@ article {{ border-top: 1px solid #e6e2db; padding: 1.4rem 0 1.6rem; line-height:
   margin: 0 .15em; line-height: 1.4; text-decoration: none; print-color-adjust: exact;
 }}
 del::before {{ content: "⊘"; font-weight: 400; margin-right: .25em; }}
-.tokens > .measured {{ outline: 2px solid #2b2a28; }}
 /* One place for what is known of the token under the pointer or in focus. */
 .hint, article .tokens > :hover::after, article .tokens > :focus::after {{
   position: fixed; right: max(1.25rem, 50vw - 32.75rem); top: 2.5rem;
@@ -107,7 +106,6 @@ def token(response: dict, t: int, tau_p: float) -> str:
     """Return token t as HTML. Its line breaks follow the element: within, they have its colour."""
     tag = TAGS[response["low_p"][t], response["low_h"][t]]
     text, known = visible(response["token"][t]), about(response, t, tau_p)
-    tag += ' class="measured"' * (t == response.get("measured"))  # of credit.py
     element = f'<{tag} data-about="{html.escape(known)}">{html.escape(text)}</{tag.split()[0]}>'
     return element + "\n" * response["token"][t].count("\n")
 
@@ -118,7 +116,6 @@ def article(response: dict, tau_p: float) -> str:
     facts = [
         f"answer {visible(response['gold'])}" if response["gold"] else "",
         f"A = {response['advantage']:+.2f}",
-        response.get("note", ""),
         f"{length:,} tokens",
         f"{response['marked']} silenced",
         f"only tokens {start + 1:,} to {start + shown:,} are shown" if shown < length else "",

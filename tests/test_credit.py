@@ -1,10 +1,9 @@
 """credit.py against a policy that is small enough to enumerate; stopped and started again."""
 
-import html
 import re
 import shutil
 from collections import Counter, defaultdict
-from statistics import fmean, median, pvariance
+from statistics import fmean, median, pvariance, variance
 
 import pytest
 import torch
@@ -50,8 +49,8 @@ def small(tmp_path):
         f"""--model {folder} --data {write_rows(tmp_path / "data.jsonl", *problems)}
         --reward {tmp_path}/own.py:odd --answered {tmp_path}/answered.py:has_letter --instruction=
         --q 0.5 --tau_p 0.15 --batch_size 4 --mini_batch_size 2 --group_size 16
-        --max_new_tokens {LONGEST} --rollout_batch_size 512 --tokens 1000 --controls 1000
-        --batches 1 --threads 1""",
+        --max_new_tokens {LONGEST} --rollout_batch_size 512 --batches 1 --threads 1
+        --drawn 1000 --tokens 1000 --controls 1000""",
     )
 
 
@@ -93,7 +92,7 @@ def exact_values(model, prompt, letter):
 def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
     """Tokens, their statistics, V and Q, placebos by the model's probabilities, and the table."""
     model, flags = small
-    credit.main(f"{flags} --continuations 400 --output {tmp_path}/out".split())
+    credit.main(f"{flags} --continuations 200 --output {tmp_path}/out".split())
     rows = read_rows(tmp_path / "out" / "credit.jsonl")
     exact = {}
     for number, row in enumerate(read_rows(tmp_path / "data.jsonl")):
@@ -103,53 +102,87 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
     ((step, batch),), seeds = seen[0].items(), seen[1]
     assert step == 4  # the model is the checkpoint after step 3
     groups = batch.rewards.view(4, 16)
-    true_a = ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()
-    for row, token in zip(rows, read_rows(tmp_path / "out" / "tokens.jsonl"), strict=True):
+    true_a = (
+        ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True))
+        .nan_to_num()
+        .flatten()
+    )
+    tokens = read_rows(tmp_path / "out" / "tokens.jsonl")
+    for row, token in zip(rows, tokens, strict=True):
         values, pis = exact[row["problem"]]
         response = tuple(token["ids"][3:])
         before, behind = response[: row["t"]], response[: row["t"] + 1]
-        pi = pis[before]
+        pi, number = pis[before], int(row["response"][2:])
         assert row["p"] == pytest.approx(float(pi[behind[-1]]), rel=1e-3)
         assert row["H"] == pytest.approx(float(-pi @ pi.log()), rel=1e-3)
         assert row["rare_p"] == pytest.approx(float(pi[pi < 0.15].sum()), rel=1e-3)
         text = "".join(VOCABULARY[i] for i in before if 1 < i < 8)
         assert row["answered"] == (VOCABULARY[token["ids"][1]] in text)  # the letter
         assert (row["p"] < 0.15) == ("likely" not in row["kind"])
-        assert (row["A"] < 0) == ("wrong" in row["kind"])
-        assert row["A"] == pytest.approx(float(true_a[int(row["response"][2:])]), rel=1e-5)
+        if "drawn" not in row["kind"]:
+            assert (row["A"] < 0) == ("wrong" in row["kind"])
+        assert row["A"] == pytest.approx(float(true_a[number]), rel=1e-5)
         found = {"V": before, "Q": behind}
         if row["kind"] in ("silenced", "kept"):
-            entropies[int(row["response"][2:]) // 32].append(row["H"])  # of a mini-batch
+            entropies[number // 32].append(row["H"])  # of a mini-batch
             found["placebo"] = (*before, row["placebo_id"])
-            top, ids = (each.tolist() for each in pi.topk(5))
-            assert dict(token["likeliest"]) == pytest.approx(dict(zip(ids, top)), rel=1e-3)
             assert pi[row["placebo_id"]] < 0.15
             odds = pi.where(pi < 0.15, 0) / row["rare_p"]  # of each rare token to be drawn
             mean = float(odds @ odds)
             variance = float(odds @ odds**2) - mean**2
             placebos.append((float(odds[row["placebo_id"]]) - mean, variance))
         for name, prefix in found.items():
-            error = (values[prefix] * (1 - values[prefix]) / 400) ** 0.5
-            share = (row[name] + 1) / 4  # of the reward 3
+            error = (values[prefix] * (1 - values[prefix]) / 200) ** 0.5
+            rewards, share = row["rewards"][name], (row[name] + 1) / 4  # of the reward 3
+            assert {*rewards} <= {-1, 3} and row[name] == pytest.approx(fmean(rewards))
+            assert len(rewards) == (200 if len(prefix) < LONGEST and 0 not in prefix else 1)
             assert share == pytest.approx(values[prefix], abs=4.5 * error + 1e-9)
             if error:
                 errors[row["response"], row["t"], name] = (share - values[prefix]) / error
     assert len(errors) > 80
     assert fmean(z * z for z in errors.values()) == pytest.approx(1, abs=0.4)
     assert abs(sum(errors.values())) / len(errors) ** 0.5 < 3
-    assert len({*seeds}) == 400 * len(errors)  # sets: two rows can be the same token
+    assert len({*seeds}) == 200 * len(errors)  # sets: two rows can be the same token
     apart, spreads = map(sum, zip(*placebos))
     assert abs(apart) / spreads**0.5 < 3, "not drawn by their probabilities"
-    for row in [row for row in rows if row["kind"] in ("silenced", "kept")]:
+    for row in rows:
         of_mini_batch = entropies[int(row["response"][2:]) // 32]
-        below = sum(entropy <= row["H"] for entropy in of_mini_batch) - 1
-        assert row["rank"] == pytest.approx(below / (len(of_mini_batch) - 1))
-        assert row["tau_h"] == pytest.approx(median(of_mini_batch))
-        assert (row["kind"] == "silenced") == (row["H"] < median(of_mini_batch))
+        if "rank" in row:
+            below = sum(entropy <= row["H"] for entropy in of_mini_batch) - 1
+            assert row["rank"] == pytest.approx(below / (len(of_mini_batch) - 1))
+            assert (row["kind"] == "silenced") == row["low_h"]
+        assert row["low_h"] == (row["H"] < median(of_mini_batch or [0.0]))
+    of_all = Counter((row["response"], row["t"]) for row in rows if "drawn" in row["kind"])
+    assert {*of_all.values()} == {1} and len(of_all) == int(batch.mask.sum())
+    rare, right = batch.old.logp.exp() < 0.15, batch.advantages[:, None] > 0
+    likely = {
+        "as drawn": batch.mask & ~rare,
+        "right": right,
+        "wrong": batch.advantages[:, None] < 0,
+    }
+    for name, mask in likely.items():
+        held = {row["held"] for row in rows if row["kind"] == f"likely, {name}"}
+        assert held == {int((batch.mask & ~rare & mask).sum())}
+    numbers = Counter(row["kind"] for row in rows)  # all of the others are measured
+    assert all(row["held"] == numbers[row["kind"]] for row in rows if "likely" not in row["kind"])
+    check_spread(rows, exact, [tuple(token["ids"][3:]) for token in tokens])
     check_table((tmp_path / "out" / "table.md").read_text(), rows)
 
 
-def worth(name: str, own: list[dict], minus: list[dict] | None) -> str:
+def check_spread(rows: list[dict], exact: dict, responses: list[tuple]) -> None:
+    """The standard deviation of the enumerated Q - V is what the table says without noise."""
+    for kind in ("rare, as drawn", "likely, as drawn"):
+        own, true = [row for row in rows if row["kind"] == kind], []
+        for row, response in zip(rows, responses, strict=True):
+            if row["kind"] == kind:
+                values = exact[row["problem"]][0]
+                true.append(values[response[: row["t"] + 1]] - values[response[: row["t"]]])
+        assert credit.spread(own) / 4 == pytest.approx(variance(true) ** 0.5, rel=0.02)
+        mean = fmean(row["Q"] - row["V"] for row in own) / 4
+        assert mean == pytest.approx(fmean(true), abs=0.01)
+
+
+def worth(own: list[dict], minus: list[dict] | None) -> str:
     """A cell of the table, by least squares: Q - V is a constant, or one for either group.
 
     The error is a sandwich estimate, clustered by problem.
@@ -159,7 +192,7 @@ def worth(name: str, own: list[dict], minus: list[dict] | None) -> str:
         return "-"
     rows = [(row, number) for number, group in enumerate(groups) for row in group]
     x = torch.nn.functional.one_hot(torch.tensor([number for _, number in rows])).double()  # (N, 2)
-    y = torch.tensor([row[name] - row["V"] for row, _ in rows]).double()
+    y = torch.tensor([row["Q"] - row["V"] for row, _ in rows]).double()
     bread = (x.T @ x).inverse()
     constants = bread @ x.T @ y
     scores = x * (y - x @ constants)[:, None]
@@ -171,55 +204,106 @@ def worth(name: str, own: list[dict], minus: list[dict] | None) -> str:
     return f"{difference @ constants:+.3f} ± {error:.3f}"
 
 
+def wide(own: list[dict]) -> str:
+    """The spread of the true Q - V, from sums of squares."""
+    if len(own) < 2:
+        return "-"
+    gains = torch.tensor([row["Q"] - row["V"] for row in own]).double()
+    found = ((gains - gains.mean()) ** 2).sum() / (len(own) - 1)
+    for row in own:
+        for each in (row["rewards"]["V"], row["rewards"]["Q"]):
+            mean = sum(each) / len(each)
+            squares = sum((reward - mean) ** 2 for reward in each)
+            found -= squares / max(1, len(each) - 1) / len(each) / len(own)
+    return f"{max(0, found) ** 0.5:.3f}"
+
+
+# The rows of the table: a name, the likely tokens to compare with, and whether places follow.
+ROWS = {
+    "rare, as drawn": ("likely, as drawn", False),
+    "as drawn, low H": ("likely, as drawn", True),
+    "as drawn, high H": ("likely, as drawn", True),
+    "likely, as drawn": (None, False),
+    "silenced": ("likely, right", True),
+    "kept": ("likely, right", False),
+    "placebo of silenced": ("likely, right", False),
+    "placebo of kept": ("likely, right", False),
+    "likely, right": (None, False),
+    "rare, wrong": ("likely, wrong", False),
+    "likely, wrong": (None, False),
+}
+
+
 def check_table(table: str, rows: list[dict]) -> None:
     """Each of its cells, by a plain second computation."""
-    found = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:2] == "| "]
-    columns = [rows, [row for row in rows if row["t"] in (0, 1)], [r for r in rows if r["t"] > 1]]
-    columns += [[row for row in rows if row["answered"] is said] for said in (False, True)]
+    lines = [line[2:-2].split(" | ") for line in table.splitlines() if line[:2] == "| "]
     of = {kind: [row for row in rows if row["kind"] == kind] for kind in credit.KINDS}
-    titles = {kind: (kind, None, "Q") for kind in credit.KINDS}
-    titles |= {"kept minus silenced": ("kept", "silenced", "Q")}
-    titles |= {f"placebo of {kind}": (kind, None, "placebo") for kind in credit.CANDIDATES}
-    assert len(found) == 2 + len(titles) == 2 + 8
-    places = ["first two tokens", "later", "before the answer", "after the answer"]
-    assert found[0] == ["tokens", "n", "A", "rare p", "V", "Q - V", *places]
-    for title, n, *cells in found[2:]:
-        kind, minus, name = titles[title]
-        means = [f"{fmean(row[key] for row in of[kind]):.3g}" for key in ("A", "rare_p", "V")]
-        for column in columns:
-            own = [row for row in column if row["kind"] == kind]
-            less = [row for row in column if row["kind"] == minus] if minus else None
-            means.append(worth(name, own, less))
-        cells, means = ([re.findall(r"[-+]?\d[\d.]*", x) for x in row] for row in (cells, means))
-        for some, others in zip(cells, means, strict=True):
-            assert [*map(float, some)] == pytest.approx([*map(float, others)], abs=0.0011), title
-        assert n == str(len(of[kind]))
+    for low, name in ((True, "low"), (False, "high")):
+        of[f"as drawn, {name} H"] = [row for row in of["rare, as drawn"] if row["low_h"] is low]
+    for kind in ("silenced", "kept"):
+        of[f"placebo of {kind}"] = [
+            row
+            | {"Q": row["placebo"], "rewards": row["rewards"] | {"Q": row["rewards"]["placebo"]}}
+            for row in of[kind]
+        ]
+    expected = []
+    for title, (likely, split) in ROWS.items():
+        parts, own = {title: of[title]}, of[title]
+        if split:
+            parts |= {"- first token": [row for row in own if row["t"] == 0]}
+            parts |= {"- second token": [row for row in own if row["t"] == 1]}
+            parts |= {"- later": [row for row in own if row["t"] > 1]}
+            parts |= {"- before the answer": [row for row in own if not row["answered"]]}
+            parts |= {"- after the answer": [row for row in own if row["answered"]]}
+        for name, part in [(name, part) for name, part in parts.items() if part]:
+            held = part[0]["held"] if name in credit.KINDS else ""
+            means = [f"{fmean(row[key] for row in part):.3g}" for key in ("A", "rare_p", "V")]
+            worths = [worth(part, None), worth(part, of[likely]) if likely else ""]
+            expected.append([name, str(len(part)), str(held), *means, *worths, wide(part)])
+    for title, high, low in (
+        ("as drawn, high minus low H", "as drawn, high H", "as drawn, low H"),
+        ("kept minus silenced", "kept", "silenced"),
+    ):
+        expected.append([title, *[""] * 5, worth(of[high], of[low]), "", ""])
+    headings = ["tokens", "n", "held", "A", "rare p", "V", "Q - V", "minus likely", "spread"]
+    assert lines[0] == headings and len(lines) == 2 + len(expected)
+    for line, row in zip(lines[2:], expected):
+        assert line[:3] == row[:3]
+        for cell, other in zip(line[3:], row[3:], strict=True):
+            numbers, others = (re.findall(r"[-+]?\d[\d.]*", text) for text in (cell, other))
+            assert [*map(float, numbers)] == pytest.approx([*map(float, others)], abs=0.0011), row
+            assert re.sub(r"[\d.]+", "", cell) == re.sub(r"[\d.]+", "", other), row
 
 
 def test_tokens_are_drawn_evenly_from_as_many_batches_as_are_needed(tmp_path, small, seen):
     """A likely token is drawn beside each rare one, from the same response, if it has any."""
-    flags = "--tokens 20 --controls 20 --batches 9 --continuations 1"
+    flags = "--drawn 20 --tokens 20 --controls 20 --batches 9 --continuations 1"
     credit.main(f"{small[1]} {flags} --output {tmp_path}/out".split())
-    rare, likely, enough = {kind: [] for kind in credit.RARE}, defaultdict(dict), []
+    held, likely, enough = {kind: [] for kind in credit.KINDS[:5]}, defaultdict(dict), []
     for step, batch in seen[0].items():
         low = batch.mask & (batch.old.logp.exp() < 0.15)
         for i, at in (batch.mask & ~low).nonzero().tolist():
             likely[f"{step}-{i}"][at - 3] = float(batch.old.logp[i, at].exp())
-        for i, at in (low & (batch.advantages != 0)[:, None]).nonzero().tolist():
+            held["likely, as drawn"].append((f"{step}-{i}", at - 3))
+        for i, at in low.nonzero().tolist():
+            held["rare, as drawn"].append((f"{step}-{i}", at - 3))
             kind, entropy = "rare, wrong", batch.old.entropy
             if batch.advantages[i] > 0:
                 part = slice(i // 32 * 32, i // 32 * 32 + 32)  # a mini-batch
                 among = low[part] & (batch.advantages[part, None] > 0)
                 is_low = entropy[i, at] < entropy[part][among].quantile(0.5)
                 kind = "silenced" if is_low else "kept"
-            rare[kind].append((f"{step}-{i}", at - 3))
-        enough.append(min(map(len, rare.values())) >= 20)
+            if batch.advantages[i] != 0:
+                held[kind].append((f"{step}-{i}", at - 3))
+        enough.append(min(map(len, held.values())) >= 20)
     assert 2 < len(enough) < 9 and enough.index(True) == len(enough) - 1
     rows, chosen = read_rows(tmp_path / "out" / "tokens.jsonl"), defaultdict(list)
     for row in rows:
         chosen[row["kind"]].append((row["response"], row["t"]))
+        if row["kind"] in held:
+            assert row["held"] == len(held[row["kind"]])
     draws = defaultdict(list)  # a number of each token that was drawn, and those it was drawn from
-    for kind, places in rare.items():
+    for kind, places in held.items():
         assert len({*chosen[kind]}) == 20
         draws[kind] = [(places.index(at), range(len(places))) for at in chosen[kind]]
     kept = {response for response, _ in chosen["kept"]}
@@ -250,11 +334,11 @@ def test_without_a_reward_a_box_is_the_answer(tmp_path, small, capsys):
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, small):
-    """With the same values, to the digit. The page has the lowest and the highest Q - V."""
-    more = "--continuations 8 --tokens 30 --controls 10 --batches 9 --answered="
+    """With the same values, to the digit."""
+    more = "--continuations 8 --drawn 10 --tokens 30 --controls 10 --batches 9 --answered="
     flags, out = f"{small[1]} {more} --output {tmp_path}/out", tmp_path / "out"
     credit.main(flags.split())
-    whole = {name: (out / name).read_text() for name in ("table.md", "credit.jsonl", "tokens.html")}
+    whole = {name: (out / name).read_text() for name in ("table.md", "credit.jsonl")}
     lines = (out / "rewards.jsonl").read_text()
     (out / "rewards.jsonl").write_text(lines[: len(lines) // 2])  # within a line
     for name in whole:
@@ -264,23 +348,11 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small):
     numbers, rows = read_lines(out / "rewards.jsonl"), read_rows(out / "credit.jsonl")
     assert sorted(line["number"] for line in numbers) == list(range(len(rows)))  # each once
     assert {row["answered"] for row in rows} == {None}
-    candidates = sorted(rows[:60], key=lambda row: row["Q"] - row["V"])
-    articles = html.unescape(whole["tokens.html"]).split("<article>")[1:]
-    for row, article in zip(candidates[:20] + candidates[-20:], articles, strict=True):
-        gain = row["Q"] - row["V"]
-        said = f"A = {row['A']:+.2f} · token {row['t'] + 1}, {row['token']!r} ({row['kind']}): "
-        said += f"V = {row['V']:.2f}, Q = {row['Q']:.2f}, Q - V = {gain:+.2f} · "
-        assert f"{said}{article.count('data-about')} tokens · " in article
-        before, behind = article.split('class="measured"')
-        assert before.count("data-about") == row["t"]
-        assert behind.split("\n")[0].endswith(f" · {row['kind']}")
-        tag = "del" if row["kind"] == "silenced" else "b"
-        assert before.endswith(f'<{tag} tabindex="0" ')
 
 
 # Each flag that decides the numbers, with another value.
-OTHERS = """--seed 1, --continuations 9, --tokens 31, --controls 11, --batches 2, --tau_p 0.2,
-    --q 0.6, --quantile_over all, --batch_size 8, --mini_batch_size 4, --group_size 8,
+OTHERS = """--seed 1, --continuations 9, --drawn 11, --tokens 31, --controls 11, --batches 2,
+    --tau_p 0.2, --q 0.6, --quantile_over all, --batch_size 8, --mini_batch_size 4, --group_size 8,
     --max_new_tokens 3, --max_prompt_tokens 9, --instruction So?, --chat_template none, --answered=,
     --reward {}/answered.py:has_letter, --model {}/other, --data {}/other.jsonl"""
 
