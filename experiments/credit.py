@@ -149,7 +149,7 @@ def interval(rows: Lines, minus: Lines | None = None, over: str = "problems") ->
     for seed in {row["seed"] for row in rows} if over == "seeds" else [None]:
         parts = [[x for x in part if seed in (None, x["seed"])] for part in (rows, minus or [])]
         found.append(estimate(parts[0], None if minus is None else parts[1]))
-    if not found or None in found:
+    if len(found) < 1 + (over == "seeds") or None in found:
         return None
     means, half = [mean for mean, _ in found], 1.96 * found[0][1]
     if over == "seeds":

@@ -21,6 +21,7 @@ from torch import Tensor
 import stapo
 
 SPANS = {"5 to 10": (4, 10), "10 to 20": (9, 20), "last five": (-5, None)}  # steps of a run
+PLACES_SPANS = ("10 to 20", "last five", "held out at T = 1", "held out at T = 0.7")
 FLAGS = "@tests/tiny/args --save_every 4 --keep_last 7 --log_samples 0"
 METHODS = {
     "STAPO": "stapo",
@@ -39,7 +40,6 @@ PLACES = {
 PAIRS = {  # the rows of `places` that are compared
     "second spared, minus STAPO": ("places: second spared", "places: STAPO"),
     "only the second, minus JustRL": ("places: only the second", "places: JustRL"),
-    "only the second, minus STAPO": ("places: only the second", "places: STAPO"),
     "JustRL, minus STAPO": ("places: JustRL", "places: STAPO"),
 }
 Method = Callable[[stapo.Batch, stapo.Policy | None, stapo.Config], stapo.Choice]
@@ -56,17 +56,22 @@ def silence_as(seen: Callable[[Tensor], Tensor]) -> Method:
 
 
 def silence_where(holds: Callable[[Tensor], Tensor]) -> Method:
-    """A method: STAPO's choice, but only tokens are silenced whose place has holds(place).
-
-    place: (B, L) long, 1 for the first token of a response.
-    """
+    """A method: of STAPO's choice only the tokens at places, from 1, for which holds(place)."""
 
     def choose(batch: stapo.Batch, policy: stapo.Policy | None, cfg: stapo.Config) -> stapo.Choice:
         choice = stapo.silence_spurious(batch, policy, cfg)
-        spared = batch.mask & ~holds(batch.mask.cumsum(1))
+        spared = batch.mask & ~holds(batch.mask.cumsum(1))  # (B, L)
         return choice._replace(keep=choice.keep | spared)
 
     return choose
+
+
+OWN = {
+    "both": silence_as(torch.abs),
+    "wrong": silence_as(torch.neg),
+    "spare-second": silence_where(lambda place: place != 2),
+    "only-second": silence_where(lambda place: place == 2),
+}
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -78,26 +83,26 @@ def measure(folder: Path) -> dict[str, float]:
     return spans | rest | {"entropy, last five": mean_of(lines[-5:], "entropy")}
 
 
-def report(lines: Lines) -> str:
-    """Accuracy in percent, and in points minus STAPO's: paired, with 95 % intervals over seeds."""
-    rows = {name: own for name, own in runs.rows_of(lines).items() if name in METHODS}
-    columns = dict.fromkeys(SPANS, ".1f") | {"entropy, last five": ".2f"}
-    gaps = {row: runs.minus(rows[row], rows["STAPO"], columns) for row in rows if row != "STAPO"}
+def compare(lines: Lines, columns: dict, names: dict, pairs: dict[str, tuple[str, str]]) -> str:
+    rows = {name: own for name, own in runs.rows_of(lines).items() if name in names}
+    gaps = {
+        name: runs.minus(rows.get(a, {}), rows.get(b, {}), columns)
+        for name, (a, b) in pairs.items()
+    }
     signed = {key: f"95 +{form}" for key, form in columns.items()}
     return f"{runs.table(columns, rows)}\n\n{runs.table(signed, gaps)}"
 
 
+def report(lines: Lines) -> str:
+    """Accuracy in percent, and in points minus STAPO's: paired, with 95 % intervals over seeds."""
+    columns = dict.fromkeys(SPANS, ".1f") | {"entropy, last five": ".2f"}
+    return compare(lines, columns, METHODS, {row: (row, "STAPO") for row in list(METHODS)[1:]})
+
+
 def report_places(lines: Lines) -> str:
     """Accuracy in percent, and differences in points: paired, with 95 % intervals over seeds."""
-    rows = {name: own for name, own in runs.rows_of(lines).items() if name in PLACES}
-    spans = ["10 to 20", "last five", "held out at T = 1", "held out at T = 0.7"]
-    columns = dict.fromkeys(spans, ".1f") | {"entropy, last five": ".2f", "silenced a step": ".0f"}
-    gaps = {
-        name: runs.minus(rows.get(mine, {}), rows.get(other, {}), columns)
-        for name, (mine, other) in PAIRS.items()
-    }
-    signed = {key: f"95 +{form}" for key, form in columns.items() if key != "silenced a step"}
-    return f"{runs.table(columns, rows)}\n\n{runs.table(signed, gaps)}"
+    columns = dict.fromkeys(PLACES_SPANS, ".1f") | {"entropy, last five": ".2f"}
+    return compare(lines, columns | {"silenced a step": ".0f"}, PLACES, PAIRS)
 
 
 def list_runs(methods: dict[str, str], seeds: range, flags: str, evaluation: str) -> list[runs.Run]:
@@ -106,17 +111,14 @@ def list_runs(methods: dict[str, str], seeds: range, flags: str, evaluation: str
     return [run._replace(program="experiments/signs.py train") for run in found]
 
 
-RUNS = list_runs(METHODS, range(40, 45), FLAGS, "")
 PARTS = {
-    "signs": Part(RUNS, report),
+    "signs": Part(list_runs(METHODS, range(40, 45), FLAGS, ""), report),
     "places": Part(list_runs(PLACES, range(70, 75), PLACES_FLAGS, HELD_OUT), report_places),
 }
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:  # stapo.py with more methods
-        stapo.METHODS |= {"both": silence_as(torch.abs), "wrong": silence_as(torch.neg)}
-        stapo.METHODS["spare-second"] = silence_where(lambda place: place != 2)
-        stapo.METHODS["only-second"] = silence_where(lambda place: place == 2)
+        stapo.METHODS |= OWN
         stapo.main(sys.argv[2:])
     else:
         runs.main(__doc__, measure, ["accuracy", "entropy", "candidates", "silenced"], PARTS)

@@ -336,7 +336,7 @@ def table(rows: list[dict], show: Callable = mean_cell, form: str = ".3f") -> li
     cells = [["tokens", "n", "held", "A", "rare p", "V", "Q - V", "minus likely", "spread"]]
     for title, (own, others) in groups.items():
         split = PLACES if title in ("as drawn, low H", "as drawn, high H", "silenced") else {}
-        parts = {f"- {place}": list(filter(holds, own)) for place, holds in split.items()}
+        parts = {f"{title}: {place}": list(filter(holds, own)) for place, holds in split.items()}
         for name, part in [(title, own), *parts.items()]:
             if part:
                 held = str(part[0]["held"]) if name in KINDS else ""

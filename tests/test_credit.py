@@ -250,11 +250,11 @@ def check_table(table: str, rows: list[dict]) -> None:
     for title, (likely, split) in ROWS.items():
         parts, own = {title: of[title]}, of[title]
         if split:
-            parts |= {"- first token": [row for row in own if row["t"] == 0]}
-            parts |= {"- second token": [row for row in own if row["t"] == 1]}
-            parts |= {"- later": [row for row in own if row["t"] > 1]}
-            parts |= {"- before the answer": [row for row in own if not row["answered"]]}
-            parts |= {"- after the answer": [row for row in own if row["answered"]]}
+            parts[f"{title}: first token"] = [row for row in own if row["t"] == 0]
+            parts[f"{title}: second token"] = [row for row in own if row["t"] == 1]
+            parts[f"{title}: later"] = [row for row in own if row["t"] > 1]
+            parts[f"{title}: before the answer"] = [row for row in own if not row["answered"]]
+            parts[f"{title}: after the answer"] = [row for row in own if row["answered"]]
         for name, part in [(name, part) for name, part in parts.items() if part]:
             held = part[0]["held"] if name in credit.KINDS else ""
             means = [f"{fmean(row[key] for row in part):.3g}" for key in ("A", "rare_p", "V")]

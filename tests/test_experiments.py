@@ -11,16 +11,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
+import credit  # of scripts/
 import drift
 import openings
 import pytest
 import real_model
 import replicate
 import runs
-from helpers import ROOT, TINY, check_png, example, read_rows
+import signs
+import torch
+from helpers import ROOT, TINY, check_png, example, read_rows, to_batch
 
 import stapo
 from reward import load_reward
+from rollout import Response
 from support.run import parse_flags
 
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
@@ -246,3 +250,116 @@ def test_the_speed_of_each_program_is_printed(part, count, tmp_path, monkeypatch
         each, limit, times = (float(x) for x in re.findall(r"([\d.]+) (?:ms|times)", line))
         assert each / limit == pytest.approx(times, rel=0.02)
         assert (": 512 tokens" in line) == ("equal" in line)  # 32 x 16
+
+
+def test_tokens_are_spared_by_their_place():
+    """The second token of each response, or all others, of those that STAPO silences."""
+    torch.manual_seed(0)
+    responses = [Response([5] * start, [7] * 6, False, "") for start in (1, 4, 2, 6)]
+    old = [(torch.full((6,), -9.0), torch.rand(6)) for _ in responses]
+    batch = to_batch(responses, [1.0, 1.0, -1.0, 1.0], old)
+    cfg = parse_flags(stapo.Config, "", ["--q", "0.75"])
+    choose = signs.OWN | {"all": stapo.silence_spurious}
+    silenced = {name: batch.mask & ~choose[name](batch, None, cfg).keep for name in choose}
+    second = torch.zeros_like(batch.mask)
+    for i, response in enumerate(responses):
+        second[i, len(response.prompt_ids) + 1] = True
+    assert 0 < int((silenced["all"] & second).sum()) < int(silenced["all"].sum()) == 13
+    assert torch.equal(silenced["only-second"], silenced["all"] & second)
+    assert torch.equal(silenced["spare-second"], silenced["all"] & ~second)
+
+
+CREDIT = runpy.run_path(str(ROOT / "experiments" / "credit.py"))
+
+
+@pytest.mark.parametrize("part", CREDIT["STATES"])
+def test_every_planned_state_is_one_of_the_tool(part, monkeypatch):
+    """Its flags, and those of the program that makes its model."""
+    monkeypatch.chdir(ROOT)
+    states = CREDIT["list_states"](part)
+    assert len({(row, seed) for row, seed, *_ in states}) == len(states)
+    for _, seed, flags, base in states:
+        words = flags.replace("{base}", "tests/tiny").replace("{model}", "M").split()
+        if words[0].endswith(("step_000003", "step_000008", "step_000028")):
+            words[0] = "@tests/tiny/args"
+        cfg = parse_flags(credit.Config, "", words)
+        assert cfg.q == (0.75 if part.endswith("drawn") else 0.5)
+        assert seed == cfg.seed or f"--seed {seed}" in base
+        if base.startswith("stapo.py"):
+            stapo.check_flags(parse_flags(stapo.Config, "", base.split()[1:]))
+
+
+def test_intervals_are_over_problems_or_over_seeds():
+    """Two seeds with 3 problems of 2 tokens each, by hand; minus a token of each problem."""
+    gains = {
+        (seed, i, k): (seed - 1) * i + 3.0 * k for seed in (1, 2) for i in range(3) for k in (0, 1)
+    }
+    rows = [{"seed": s, "problem": i, "V": 1.0, "Q": 1.0 + x} for (s, i, _), x in gains.items()]
+    mean, lower, upper = CREDIT["interval"](rows)
+    assert (mean, upper - mean) == pytest.approx((2.0, mean - lower))
+    # The residuals of a problem, 0 to 2: -0.5 and 2.5 of seed 2 etc. sum to (-2, 0, 2) / 12.
+    assert upper - mean == pytest.approx(1.96 * (3 / 2 * (2 * (2 / 12) ** 2)) ** 0.5)
+    mean, lower, upper = CREDIT["interval"](rows, None, "seeds")  # means of 1.5 and 2.5
+    assert (mean, upper - mean) == pytest.approx((2.0, 12.71 * 0.5))
+    assert (
+        CREDIT["interval"](rows[:2]) is None and CREDIT["interval"](rows[:6], None, "seeds") is None
+    )
+    mean, lower, upper = CREDIT["interval"](
+        rows, rows[::2], "seeds"
+    )  # each without k = 0: 1.5 less
+    assert (mean, upper, lower) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_a_state_with_few_tokens_or_few_right_answers_does_not_decide():
+    """Words by the rule, in brackets if the premise is absent."""
+    verdict = CREDIT["verdict"]
+    for found, words in {
+        (-9.0, -12.0, -6.0): "a",
+        (-2.0, -4.0, -0.5): "a, b",
+        (0.0, -4.0, 4.0): "b",
+        (3.0, 1.0, 5.0): "c, b",
+        (8.0, 1.0, 15.0): "c",
+        (0.0, -6.0, 6.0): "not resolved",
+    }.items():
+        assert verdict(found, "a", "b", "c") == words
+    assert verdict(None, "a", "b", "c") == "-"
+    tokens = [
+        {"kind": kind, "problem": i, "t": 5, "low_h": True, "A": 0, "rare_p": 0.1, "p": 0.001}
+        | {"H": 0.1, "V": 0.5, "Q": 0.25, "K": [24, 24], "answered": False}
+        for i in range(40)
+        for kind in ("rare, as drawn", "likely, as drawn")
+    ]
+
+    def words_of(tokens: list[dict]) -> list[str]:
+        line = {"row": "as drawn: x", "seed": 1, "tokens": tokens}
+        table = CREDIT["pair_table"](CREDIT["tokens_of"]([line]), rules=True)
+        return [cell.strip() for cell in table.splitlines()[2].split("|")[-4:-1]]
+
+    assert words_of(tokens) == ["harmful", "-", "not distinguishable"]
+    assert words_of(tokens[2:]) == ["(harmful)", "(-)", "(not distinguishable)"]
+    assert words_of([x | {"V": 0.125, "Q": 0.0} for x in tokens])[0] == "(harmful)"
+
+
+def test_the_tables_of_tokens_agree_with_the_lines():
+    """Means of what is silenced, and of rare tokens as drawn, by a loop over the lines."""
+    table = rows_of((ROOT / "experiments" / "results" / "credit.md").read_text())
+    found = {row[""]: row for row in table if "spread" in row}
+    own: dict[str, list[float]] = {}
+    for line in read_rows(ROOT / "experiments" / "results" / "credit.jsonl"):
+        for token in line.get("tokens", [line]):
+            kind = "as drawn, low H" if token.get("low_h") else "as drawn, high H"
+            if "rank" in token:
+                kind = "silenced" if token["rank"] < 0.75 else "kept"
+            elif token["kind"] != "rare, as drawn":
+                kind = token["kind"]
+            place = ["first token", "second token", "later"][min(token["t"], 2)]
+            for name in (kind, f"{kind}: {place}"):
+                gain = 100 * (token["Q"] - token["V"])
+                own.setdefault(f"{line['row']}: {name}", []).append(gain)
+    assert len(found) > 150
+    compared = {name: row for name, row in found.items() if name in own}
+    assert len(compared) > 80
+    for name, row in compared.items():
+        assert row["n"] == str(len(own[name]))
+        if row["Q - V"] != "-":
+            assert float(row["Q - V"].split()[0]) == pytest.approx(fmean(own[name]), abs=0.051)
