@@ -216,7 +216,7 @@ def kind_table(states: dict[str, Lines]) -> str:
         rows = [x | {"kind": kinds[x["rank"] < 0.75]} if "rank" in x else x for x in rows]
         for name, over in names_of(state, rows).items():
             heading, *its = table(rows, lambda *x, over=over: shown(interval(*x, over=over)), ".1f")
-            cells += [[f"{name}: {title}", *rest] for title, *rest in its]
+            cells += [[f"{name}: {x.removeprefix('as drawn, ')}", *rest] for x, *rest in its]
     return runs.markdown(["", *heading[1:]], cells)
 
 
