@@ -160,7 +160,8 @@ def interval(rows: Lines, minus: Lines | None = None, over: str = "problems") ->
 def names_of(state: str, rows: Lines) -> dict[str, str]:
     """The names of a state's rows, and what their intervals are over."""
     seeds = len({row["seed"] for row in rows})
-    return {state: "problems"} | ({f"{state}, over {seeds} seeds": "seeds"} if seeds > 1 else {})
+    names = [(state, "problems"), (f"{state}, over {seeds} seeds", "seeds")]
+    return dict(names[:seeds])
 
 
 def shown(found: Interval) -> str:
@@ -192,7 +193,7 @@ def pair_table(states: dict, holds: Callable = bool, rules: bool = False) -> str
         means = [" / ".join(mean_of(part, key) for part in pair) for key in ("V", "rare_p")]
         v = fmean([x["V"] for x in (low if drawn else rare)] or [0.0])
         counts = 15 <= v <= 85 and min(map(len, [low] if drawn else pair + whole)) >= FEWEST
-        for name, over in names_of(state, rows).items():
+        for name, over in names_of(state, low + high).items():
             parts = [(low, None), (high, None), (high, low), (low, likely)]
             found = [interval(*part, over) for part in parts]
             cells.append([name, f"{len(low)} / {len(high)}", *means, *map(shown, found)])

@@ -344,9 +344,8 @@ def table(rows: list[dict], show: Callable = mean_cell, form: str = ".3f") -> li
                 worth = [show(part), show(part, others) if others else ""]
                 wide = f"{spread(part):{form}}".replace("nan", "-")
                 cells.append([name, str(len(part)), held, *means, *worth, wide])
-    cells.append(["as drawn, high minus low H", *[""] * 5, show(high, low), "", ""])
-    cells.append(["kept minus silenced", *[""] * 5, show(kept, silenced), "", ""])
-    return cells
+    pairs = [("as drawn, high minus low H", high, low), ("kept minus silenced", kept, silenced)]
+    return cells + [[title, *[""] * 5, show(a, b), "", ""] for title, a, b in pairs if a]
 
 
 # ---------------------------------------------------------------------------------------------- run

@@ -98,7 +98,7 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
     for number, row in enumerate(read_rows(tmp_path / "data.jsonl")):
         prompt = [VOCABULARY.index(x) for x in row["problem"] + "\n"]
         exact[number] = exact_values(model, prompt, row["letter"])
-    errors, entropies, placebos = {}, defaultdict(list), []
+    errors, entropies, true, placebos = {}, defaultdict(list), defaultdict(list), []
     ((step, batch),), seeds = seen[0].items(), seen[1]
     assert step == 4  # the model is the checkpoint after step 3
     groups = batch.rewards.view(4, 16)
@@ -123,14 +123,16 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
             assert (row["A"] < 0) == ("wrong" in row["kind"])
         assert row["A"] == pytest.approx(float(true_a[number]), rel=1e-5)
         found = {"V": before, "Q": behind}
+        if "drawn" in row["kind"]:
+            true[row["kind"]].append(values[behind] - values[before])
         if row["kind"] in ("silenced", "kept"):
             entropies[number // 32].append(row["H"])  # of a mini-batch
             found["placebo"] = (*before, row["placebo_id"])
             assert pi[row["placebo_id"]] < 0.15
             odds = pi.where(pi < 0.15, 0) / row["rare_p"]  # of each rare token to be drawn
             mean = float(odds @ odds)
-            variance = float(odds @ odds**2) - mean**2
-            placebos.append((float(odds[row["placebo_id"]]) - mean, variance))
+            square = float(odds @ odds**2) - mean**2
+            placebos.append((float(odds[row["placebo_id"]]) - mean, square))
         for name, prefix in found.items():
             error = (values[prefix] * (1 - values[prefix]) / 200) ** 0.5
             rewards, share = row["rewards"][name], (row[name] + 1) / 4  # of the reward 3
@@ -165,21 +167,10 @@ def test_the_values_are_those_of_all_continuations(tmp_path, small, seen):
         assert held == {int((batch.mask & ~rare & mask).sum())}
     numbers = Counter(row["kind"] for row in rows)  # all of the others are measured
     assert all(row["held"] == numbers[row["kind"]] for row in rows if "likely" not in row["kind"])
-    check_spread(rows, exact, [tuple(token["ids"][3:]) for token in tokens])
+    for kind, gains in true.items():
+        own = [row for row in rows if row["kind"] == kind]
+        assert credit.spread(own) / 4 == pytest.approx(variance(gains) ** 0.5, rel=0.02)
     check_table((tmp_path / "out" / "table.md").read_text(), rows)
-
-
-def check_spread(rows: list[dict], exact: dict, responses: list[tuple]) -> None:
-    """The standard deviation of the enumerated Q - V is what the table says without noise."""
-    for kind in ("rare, as drawn", "likely, as drawn"):
-        own, true = [row for row in rows if row["kind"] == kind], []
-        for row, response in zip(rows, responses, strict=True):
-            if row["kind"] == kind:
-                values = exact[row["problem"]][0]
-                true.append(values[response[: row["t"] + 1]] - values[response[: row["t"]]])
-        assert credit.spread(own) / 4 == pytest.approx(variance(true) ** 0.5, rel=0.02)
-        mean = fmean(row["Q"] - row["V"] for row in own) / 4
-        assert mean == pytest.approx(fmean(true), abs=0.01)
 
 
 def worth(own: list[dict], minus: list[dict] | None) -> str:

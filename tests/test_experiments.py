@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import credit  # of scripts/
 import drift
@@ -276,12 +276,9 @@ CREDIT = runpy.run_path(str(ROOT / "experiments" / "credit.py"))
 def test_every_planned_state_is_one_of_the_tool(part, monkeypatch):
     """Its flags, and those of the program that makes its model."""
     monkeypatch.chdir(ROOT)
-    states = CREDIT["list_states"](part)
-    assert len({(row, seed) for row, seed, *_ in states}) == len(states)
-    for _, seed, flags, base in states:
-        words = flags.replace("{base}", "tests/tiny").replace("{model}", "M").split()
-        if words[0].endswith(("step_000003", "step_000008", "step_000028")):
-            words[0] = "@tests/tiny/args"
+    for _, seed, flags, base in CREDIT["list_states"](part):
+        checkpoint = re.compile(r"{base}/checkpoints/step_0000(03|08|28)")
+        words = checkpoint.sub("@tests/tiny/args", flags).replace("{base}", "tests/tiny").split()
         cfg = parse_flags(credit.Config, "", words)
         assert cfg.q == (0.75 if part.endswith("drawn") else 0.5)
         assert seed == cfg.seed or f"--seed {seed}" in base
@@ -289,62 +286,33 @@ def test_every_planned_state_is_one_of_the_tool(part, monkeypatch):
             stapo.check_flags(parse_flags(stapo.Config, "", base.split()[1:]))
 
 
-def test_intervals_are_over_problems_or_over_seeds():
-    """Two seeds with 3 problems of 2 tokens each, by hand; minus a token of each problem."""
-    gains = {
-        (seed, i, k): (seed - 1) * i + 3.0 * k for seed in (1, 2) for i in range(3) for k in (0, 1)
-    }
-    rows = [{"seed": s, "problem": i, "V": 1.0, "Q": 1.0 + x} for (s, i, _), x in gains.items()]
-    mean, lower, upper = CREDIT["interval"](rows)
-    assert (mean, upper - mean) == pytest.approx((2.0, mean - lower))
-    # The residuals of a problem, 0 to 2: -0.5 and 2.5 of seed 2 etc. sum to (-2, 0, 2) / 12.
-    assert upper - mean == pytest.approx(1.96 * (3 / 2 * (2 * (2 / 12) ** 2)) ** 0.5)
-    mean, lower, upper = CREDIT["interval"](rows, None, "seeds")  # means of 1.5 and 2.5
-    assert (mean, upper - mean) == pytest.approx((2.0, 12.71 * 0.5))
-    assert (
-        CREDIT["interval"](rows[:2]) is None and CREDIT["interval"](rows[:6], None, "seeds") is None
-    )
-    mean, lower, upper = CREDIT["interval"](
-        rows, rows[::2], "seeds"
-    )  # each without k = 0: 1.5 less
-    assert (mean, upper, lower) == pytest.approx((1.5, 1.5, 1.5))
-
-
-def test_a_state_with_few_tokens_or_few_right_answers_does_not_decide():
-    """Words by the rule, in brackets if the premise is absent."""
-    verdict = CREDIT["verdict"]
-    for found, words in {
-        (-9.0, -12.0, -6.0): "a",
-        (-2.0, -4.0, -0.5): "a, b",
-        (0.0, -4.0, 4.0): "b",
-        (3.0, 1.0, 5.0): "c, b",
-        (8.0, 1.0, 15.0): "c",
-        (0.0, -6.0, 6.0): "not resolved",
-    }.items():
-        assert verdict(found, "a", "b", "c") == words
-    assert verdict(None, "a", "b", "c") == "-"
+def test_the_words_of_the_protocol():
+    """In brackets for fewer than 40 tokens, or if too few answers are right before them."""
+    intervals = [(-12, -6), (-4, -0.5), (-4, 4), (1, 5), (1, 15), (-6, 6)]
+    words = [CREDIT["verdict"]((0, *ends), "a", "b", "c") for ends in intervals]
+    assert words == ["a", "a, b", "b", "c, b", "c", "not resolved"]
     tokens = [
-        {"kind": kind, "problem": i, "t": 5, "low_h": True, "A": 0, "rare_p": 0.1, "p": 0.001}
-        | {"H": 0.1, "V": 0.5, "Q": 0.25, "K": [24, 24], "answered": False}
+        {"kind": kind, "problem": i, "t": 5, "low_h": True, "rare_p": 0.1, "V": 0.5, "Q": 0.25}
         for i in range(40)
         for kind in ("rare, as drawn", "likely, as drawn")
     ]
 
-    def words_of(tokens: list[dict]) -> list[str]:
+    def words_of(tokens: list[dict]) -> str:
         line = {"row": "as drawn: x", "seed": 1, "tokens": tokens}
         table = CREDIT["pair_table"](CREDIT["tokens_of"]([line]), rules=True)
-        return [cell.strip() for cell in table.splitlines()[2].split("|")[-4:-1]]
+        return table.splitlines()[2].partition("+0.0 (+0.0 to +0.0) | ")[2]
 
-    assert words_of(tokens) == ["harmful", "-", "not distinguishable"]
-    assert words_of(tokens[2:]) == ["(harmful)", "(-)", "(not distinguishable)"]
-    assert words_of([x | {"V": 0.125, "Q": 0.0} for x in tokens])[0] == "(harmful)"
+    assert words_of(tokens) == "harmful | - | not distinguishable |"
+    few = "(harmful) | (-) | (not distinguishable) |"
+    assert words_of(tokens[2:]) == few
+    assert words_of([token | {"V": 0.125, "Q": 0.0} for token in tokens]) == few
 
 
 def test_the_tables_of_tokens_agree_with_the_lines():
-    """Means of what is silenced, and of rare tokens as drawn, by a loop over the lines."""
+    """Means of what is silenced, and of rare tokens as drawn, by a loop; intervals over seeds."""
     table = rows_of((ROOT / "experiments" / "results" / "credit.md").read_text())
     found = {row[""]: row for row in table if "spread" in row}
-    own: dict[str, list[float]] = {}
+    gains: dict[str, dict[int, list[float]]] = {}
     for line in read_rows(ROOT / "experiments" / "results" / "credit.jsonl"):
         for token in line.get("tokens", [line]):
             kind = "low H" if token.get("low_h") else "high H"
@@ -353,13 +321,23 @@ def test_the_tables_of_tokens_agree_with_the_lines():
             elif token["kind"] != "rare, as drawn":
                 kind = token["kind"]
             place = ["first token", "second token", "later"][min(token["t"], 2)]
-            for name in (kind, f"{kind}: {place}"):
-                gain = 100 * (token["Q"] - token["V"])
-                own.setdefault(f"{line['row']}: {name}", []).append(gain)
-    assert len(found) > 150
-    compared = {name: row for name, row in found.items() if name in own}
-    assert len(compared) > 80
-    for name, row in compared.items():
-        assert row["n"] == str(len(own[name]))
-        if row["Q - V"] != "-":
-            assert float(row["Q - V"].split()[0]) == pytest.approx(fmean(own[name]), abs=0.051)
+            for name in (f"{line['row']}: {kind}", f"{line['row']}: {kind}: {place}"):
+                by_seed = gains.setdefault(name, {}).setdefault(line["seed"], [])
+                by_seed.append(100 * (token["Q"] - token["V"]))
+    seen = 0
+    for name, by_seed in gains.items():
+        if name in found:
+            every = sum(by_seed.values(), [])
+            assert found[name]["n"] == str(len(every))
+            if (cell := found[name]["Q - V"]) != "-":
+                assert float(cell.split()[0]) == pytest.approx(fmean(every), abs=0.051)
+        row, title = name.split(": ", 1) if name[0] != "a" else name.rsplit(": ", 1)
+        over = found.get(f"{row}, over {len(by_seed)} seeds: {title}")
+        if over and over["Q - V"] != "-":
+            means = [fmean(values) for values in by_seed.values()]
+            half = {3: 4.303, 5: 2.776, 6: 2.571}[len(means)] * stdev(means) / len(means) ** 0.5
+            ends = [fmean(means), fmean(means) - half, fmean(means) + half]
+            numbers = [float(x) for x in re.findall(r"[-+][\d.]+", over["Q - V"])]
+            assert numbers == pytest.approx(ends, abs=0.06)
+            seen += 1
+    assert seen > 20
