@@ -262,7 +262,8 @@ def figure(lines: Lines, file: Path) -> None:
         rare, likely = ([x for x in rows if x["kind"] == kind] for kind in KINDS[:2])
         low, high = ([x for x in rare if x["low_h"] is said] for said in (True, False))
         groups = {"likely": likely, "rare,\nhigh H": high, "rare,\nlow H": low}
-        groups |= {f"low H,\n{name}": list(filter(holds, low)) for name, holds in PLACES.items()}
+        for name, holds in PLACES.items():
+            groups["low H,\n" + name.replace(" ", "\n", 1)] = list(filter(holds, low))
         found = [interval(part) if len(part) >= 10 else None for part in groups.values()]
         xs = [x + 0.12 * (number - (len(states) - 1) / 2) for x, each in enumerate(found) if each]
         means, bars = zip(*((mean, mean - lower) for mean, lower, _ in filter(None, found)))

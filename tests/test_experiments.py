@@ -270,13 +270,16 @@ def test_tokens_are_spared_by_their_place():
 
 
 CREDIT = runpy.run_path(str(ROOT / "experiments" / "credit.py"))
+CREDIT_LINES = ROOT / "experiments" / "results" / "credit.jsonl"
 
 
 @pytest.mark.parametrize("part", CREDIT["STATES"])
 def test_every_planned_state_is_one_of_the_tool(part, monkeypatch):
     """Its flags, and those of the program that makes its model."""
     monkeypatch.chdir(ROOT)
-    for _, seed, flags, base in CREDIT["list_states"](part):
+    made = {(line["row"], line["seed"]) for line in read_rows(CREDIT_LINES)}
+    for row, seed, flags, base in CREDIT["list_states"](part):
+        assert (row, seed) in made
         checkpoint = re.compile(r"{base}/checkpoints/step_0000(03|08|28)")
         words = checkpoint.sub("@tests/tiny/args", flags).replace("{base}", "tests/tiny").split()
         cfg = parse_flags(credit.Config, "", words)
@@ -313,7 +316,7 @@ def test_the_tables_of_tokens_agree_with_the_lines():
     table = rows_of((ROOT / "experiments" / "results" / "credit.md").read_text())
     found = {row[""]: row for row in table if "spread" in row}
     gains: dict[str, dict[int, list[float]]] = {}
-    for line in read_rows(ROOT / "experiments" / "results" / "credit.jsonl"):
+    for line in read_rows(CREDIT_LINES):
         for token in line.get("tokens", [line]):
             kind = "low H" if token.get("low_h") else "high H"
             if "rank" in token:
