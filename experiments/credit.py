@@ -119,7 +119,7 @@ def tokens_of(lines: Lines) -> dict[str, Lines]:
         usual = 16 if "SmolLM2" in line["row"] else 24
         for token in line.get("tokens", [line]):
             names = [name for name in ("V", "Q", "placebo") if name in token]
-            row = {"held": "", "seed": line["seed"], **token, "rewards": {}}
+            row = {"held": 0, "seed": line["seed"], **token, "rewards": {}}
             for name, count in zip(names, token.get("K", [usual] * 3)):
                 right = round(token[name] * count)
                 row["rewards"][name] = [100.0] * right + [0.0] * (count - right)
@@ -193,11 +193,14 @@ def pair_table(states: dict, holds: Callable = bool, rules: bool = False) -> str
         means = [" / ".join(mean_of(part, key) for part in pair) for key in ("V", "rare_p")]
         v = fmean([x["V"] for x in (low if drawn else rare)] or [0.0])
         counts = 15 <= v <= 85 and min(map(len, [low] if drawn else pair + whole)) >= FEWEST
-        for name, over in names_of(state, low + high).items():
+        names, seeds = names_of(state, low + high), {x["seed"] for x in rare}
+        each = [sum(x["seed"] == seed for x in part) for part in pair for seed in seeds]
+        by_seed = len(names) > 1 and not drawn and min(each) >= FEWEST
+        for name, over in names.items():
             parts = [(low, None), (high, None), (high, low), (low, likely)]
             found = [interval(*part, over) for part in parts]
             cells.append([name, f"{len(low)} / {len(high)}", *means, *map(shown, found)])
-            if rules:
+            if rules and (over == "seeds") == by_seed:  # the interval that decides
                 words = [verdict(found[0], "harmful", "contribute nothing", "refuted")]
                 words += [verdict(found[2], "the better half", "nothing", "the worse half")]
                 last = verdict(found[3], "worth less", "not distinguishable", "worth more")
@@ -262,7 +265,7 @@ def figure(lines: Lines, file: Path) -> None:
         rare, likely = ([x for x in rows if x["kind"] == kind] for kind in KINDS[:2])
         low, high = ([x for x in rare if x["low_h"] is said] for said in (True, False))
         groups = {"likely": likely, "rare,\nhigh H": high, "rare,\nlow H": low}
-        for name, holds in PLACES.items():
+        for name, holds in list(PLACES.items())[1:]:  # few first tokens are low
             groups["low H,\n" + name.replace(" ", "\n", 1)] = list(filter(holds, low))
         found = [interval(part) if len(part) >= 10 else None for part in groups.values()]
         xs = [x + 0.12 * (number - (len(states) - 1) / 2) for x, each in enumerate(found) if each]
@@ -270,6 +273,7 @@ def figure(lines: Lines, file: Path) -> None:
         name = state.removeprefix(DRAWN)
         axis.errorbar(xs, means, bars, fmt="o", ms=4, color=f"C{number}", label=name)
     axis.set_xticks(range(len(groups)), groups)
+    axis.set_xlim(-0.5, len(groups) - 0.5)
     axis.axhline(0, color="grey", lw=0.8)
     axis.set_ylabel("Q - V, points of accuracy")
     picture.legend(loc="outside upper center", ncols=3)

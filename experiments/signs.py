@@ -5,7 +5,7 @@
 
 `signs` silences rare tokens of right answers (STAPO), of wrong answers instead, or of both.
 `places` spares the second token of each response, or silences only that. credit-protocol.md says
-what would support and what would refute. experiments/credit.py measures tokens of runs of `signs`.
+what would support and what would refute.
 """
 
 import sys

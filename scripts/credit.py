@@ -60,7 +60,8 @@ NOTES = """\
 held: tokens in the batches; n of these were measured. A: what training gives a token. Q - V: what
 it was worth, in units of the reward (with +1 and -1, 0.1 is 5 points of accuracy), ± one standard
 error, clustered by problem. minus likely: Q - V minus that of likely tokens, as drawn, of right or
-of wrong answers. spread: the standard deviation of the true Q - V, without the noise of sampling.
+of wrong answers, at the same places. spread: the standard deviation of the true Q - V, without the
+noise of sampling. A mini-batch without candidates has neither low nor high H.
 Tokens as drawn are not selected by the outcome. In right answers Q - V is too high: of two equal
 tokens, the one before a right answer is there. In wrong answers it is too low. Placebos are free of
 this, but stand in right answers. The mean of Q - V over all tokens that can be drawn at a place is
@@ -110,7 +111,7 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
     answered = load_answered(cfg)
     most = dict(zip(KINDS, (cfg.drawn, cfg.drawn, cfg.tokens, cfg.tokens, cfg.controls)))
     parts: list[tuple[int, int, stapo.Batch, stapo.Choice]] = []  # mini-batches
-    found: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}  # (N, 3): part, row, column
+    found: dict[str, list[Tensor]] = {kind: [] for kind in most}  # (N, 3): part, row, column
     held = dict.fromkeys(KINDS, 0)
     for step in range(first, first + cfg.batches):
         batch, row = stapo.collect(policy, None, task, step, cfg)[0], 0
@@ -120,9 +121,10 @@ def choose_tokens(policy: Policy, task: stapo.Task, first: int, cfg: Config) -> 
             masks = (rare, ~rare, choice.candidates & ~choice.keep, choice.candidates & choice.keep)
             masks += (rare & (A < 0), ~rare & (A > 0), ~rare & (A < 0))
             for kind, mask in zip(KINDS, masks, strict=True):
-                places = (part.mask & mask).nonzero()
-                found[kind].append(pad(places, (1, 0), value=len(parts)))
-                held[kind] += len(places)
+                held[kind] += int((part.mask & mask).sum())
+                if kind in most:
+                    places = (part.mask & mask).nonzero()
+                    found[kind].append(pad(places, (1, 0), value=len(parts)))
             parts.append((step, row, part, choice))
             row += len(part.ids)
         progress.log(f"the batch of step {step}: {held}")
@@ -186,7 +188,7 @@ def describe(
         "answered": answered(context, task.problems[problem]),
         "p": float(part.old.logp[i, at].exp()),
         "H": float(entropy),
-        "low_h": bool(entropy < choice.tau_h),
+        "low_h": bool(entropy < choice.tau_h) if choice.candidates.any() else None,
         "A": float(part.advantages[i]),
         "rare_p": float(rare_pi.sum()),
         "start": start,  # of the response in ids
@@ -273,14 +275,11 @@ def continue_all(
 
 
 def estimate(rows: list[dict], minus: list[dict] | None = None) -> tuple[float, float] | None:
-    """Return the mean of Q - V, minus that of other rows, and its standard error.
-
-    The error is clustered by problem. Returns None if rows are of fewer than two problems.
-    """
+    """Return the mean of Q - V, minus that of other rows, and its error, clustered by problem."""
     mean, residuals = 0.0, defaultdict(float)  # by the problem
     for sign, part in [(1, rows)] if minus is None else [(1, rows), (-1, minus)]:
         if len({row["problem"] for row in part}) < 2:
-            return None
+            return None  # one problem has no error
         average = fmean(row["Q"] - row["V"] for row in part)
         mean += sign * average
         for row in part:
@@ -324,26 +323,28 @@ def table(rows: list[dict], show: Callable = mean_cell, form: str = ".3f") -> li
         "rare, as drawn": (drawn, likely),
         "as drawn, low H": (low, likely),
         "as drawn, high H": (high, likely),
-        "likely, as drawn": (likely, None),
+        "likely, as drawn": (likely, []),
         "silenced": (silenced, right),
         "kept": (kept, right),
         "placebo of silenced": (placebos(silenced), right),
         "placebo of kept": (placebos(kept), right),
-        "likely, right": (right, None),
+        "likely, right": (right, []),
         "rare, wrong": (of["rare, wrong"], wrong),
-        "likely, wrong": (wrong, None),
+        "likely, wrong": (wrong, []),
     }
     cells = [["tokens", "n", "held", "A", "rare p", "V", "Q - V", "minus likely", "spread"]]
-    for title, (own, others) in groups.items():
-        split = PLACES if title in ("as drawn, low H", "as drawn, high H", "silenced") else {}
-        parts = {f"{title}: {place}": list(filter(holds, own)) for place, holds in split.items()}
-        for name, part in [(title, own), *parts.items()]:
+    for title, pair in groups.items():
+        split = PLACES if title in ("as drawn, low H", "as drawn, high H", *CANDIDATES) else {}
+        for place, holds in {"": bool, **split}.items():
+            part, others = (list(filter(holds, each)) for each in pair)
             if part:
-                held = str(part[0]["held"]) if name in KINDS else ""
+                held = sum({row.get("seed"): row["held"] for row in part}.values())
+                known = str(held or "") if title in KINDS and not place else ""
                 means = [f"{fmean(row[key] for row in part):.3g}" for key in ("A", "rare_p", "V")]
-                worth = [show(part), show(part, others) if others else ""]
+                worth = [show(part, None), show(part, others) if pair[1] else ""]
                 wide = f"{spread(part):{form}}".replace("nan", "-")
-                cells.append([name, str(len(part)), held, *means, *worth, wide])
+                name = f"{title}: {place}".removesuffix(": ")
+                cells.append([name, str(len(part)), known, *means, *worth, wide])
     pairs = [("as drawn, high minus low H", high, low), ("kept minus silenced", kept, silenced)]
     return cells + [[title, *[""] * 5, show(a, b), "", ""] for title, a, b in pairs if a]
 
