@@ -63,7 +63,6 @@ STATES = {  # by the part: row, seeds (before training of the sampling), flags, 
     "SmolLM2-drawn": [
         ("SmolLM2, before training", [319], f"{RECIPE} {LARGE} 250", ""),
         ("SmolLM2, step 3 of STAPO", range(310, 313), f"{STEP}03 {LARGE} 84", STAPO),
-        ("SmolLM2, step 8 of STAPO", range(310, 313), f"{STEP}08 {LARGE} 84", STAPO),
     ],
 }
 State = tuple[str, int, str, str]  # row, seed, flags, what makes {base}
