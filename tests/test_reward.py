@@ -443,6 +443,12 @@ COSTLY += [r"\boxed{5}" + "{" * 2_000_000, "{" * 2_000_000, "Answer: 5\n" * 200_
 COSTLY += [r"\boxed{" * 280_000, r"\boxed{}" * 250_000, (r"\boxed" + " " * 60) * 30_000]
 
 
+def seconds(response: str, gold: str) -> float:
+    start = time.process_time()
+    is_correct(response, gold)
+    return time.process_time() - start
+
+
 @pytest.mark.parametrize("length", [590, 10_000])
 def test_hostile_input_is_read_quickly(length):
     texts = COSTLY + [a * n + "5" + b * n for a, n, b in NESTED]
@@ -451,6 +457,5 @@ def test_hostile_input_is_read_quickly(length):
     for text in texts:
         right = [(boxed(text), "5"), (boxed("0 + " + text), text), (boxed(text), "C + " + text)]
         for response, gold in [*right, (text, "5")]:
-            start = time.process_time()
-            is_correct(response, gold)
-            assert time.process_time() - start < 0.6, text[:50]  # three times what is needed
+            # Three times what is needed. The garbage collector can pause one try, and not three.
+            assert any(seconds(response, gold) < 0.6 for _ in range(3)), text[:50]
