@@ -3,7 +3,7 @@ r"""The reward of Sec. 2.2: +1 if the final answer of a response is right, -1 if
     is_correct(r"... so it is \boxed{\dfrac{1}{2}}.", "0.5")   -> True
     math_reward(r"\boxed{4} no, \boxed{5}", "4")               -> -1.0
 
-The final answer is the content of the last \boxed{...}. support/answers.py decides whether two
+The final answer is the content of the last \boxed{...}. support/grader decides whether two
 answers are equal. load_reward loads a reward of your own.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from support import InputError
-from support.answers import math_equal, rounds_to
+from support.grader import math_equal, rounds_to
 from support.progress import track
 
 Reward = Callable[[str, dict], float]  # of a response's text and its problem
