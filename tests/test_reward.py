@@ -47,7 +47,6 @@ x \leqslant 2 | x \leq 2 | x \le 2 | x <= 2 | (-\infty, 2]
 \frac{1}{5}\begin{pmatrix} 1 \\ -18 \end{pmatrix} | \begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}
 17_9 | 17 | 17_{9} | (17)_9
 5 \ (\text{mod } 7) | 5 \pmod 7 | 5 (mod 7)
-2:3 | 4:6
 \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \\ \end{pmatrix}
 t^{2} \lvert y \rvert | t^2 \left| y \right| | t^2 \mid y \mid | t^2 \vert y \vert
 ｛1；2｝ | 2, 1
@@ -125,7 +124,6 @@ p ∨ q | p \vee q
 p ∧ q | p \wedge q
 \frac{\sin x}{2} | \sin x / 2
 \frac{1}{\ln 2} | \ln^{-1} 2
-4/17 | 0.235294117647059
 """
 DIFFERENT = r"""
 \pi | 3.1415927
@@ -200,6 +198,8 @@ f(z) = z | f(y) = 2y | g(x) = x | f(z) = x
 2y | y' = 2y | y' + x = 2y
 27 | 27 \bmod 5 | 27 mod 5 | 27:1 | \sin x = 27 | 27, -27
 SRAC=LRAC | SRAC | LRAC | SRAC=MC
+ABC=D | D
+1 = 2 | 3 = 4
 x | x \text{ for } x > 0, -x \text{ for } x < 0
 (2, 251, 252) | 2251252 | (2251, 252)
 k \ge 2 | \text{All integers } k \ge 3

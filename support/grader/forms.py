@@ -44,7 +44,7 @@ def close(a, b) -> bool:
     """Whether two numbers are equal. Exact ones must be exactly equal."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
-    slack = TOLERANCE * max(abs(a), abs(b)) if a and b else 1e-12  # \\sin \\pi is 0 up to rounding
+    slack = TOLERANCE * max(abs(a), abs(b)) if a and b else 1e-12  # \sin \pi is 0 up to rounding
     return abs(a - b) <= slack < math.inf
 
 

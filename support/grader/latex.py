@@ -5,24 +5,26 @@ A rule is written in two lines: what it is for, and what it does. Rules run from
 
 from support.grader.rules import Rule, Stage, kind, sub
 
-# Each sign of LaTeX or Unicode, and the sign that replaces it.
-_PAIRS = r"""
-\cdot * \times * \ast * × * · * ⋅ * ∗ * \div / ÷ / ⁄ / − - – - — - ‐ - ‑ - ’ ' ′ ' 。 . 、 , \% %
-\\ ),( \cr ),( & , \leq ≤ \leqslant ≤ \le ≤ <= ≤ \geq ≥ \geqslant ≥ \ge ≥ >= ≥ \lt < \gt > \ne ≠
-\neq ≠ \equiv = ≡ = \approx = ≈ = \in ∈ \cup ∪ ∨ \vee ∧ \wedge \setminus ∖ \backslash ∖ \pm ± \mp ±
-\mid | \vert | \lvert | \rvert | \langle ( \rangle ) \lbrace \{ \rbrace \} ⌊ \lfloor ⌋ \rfloor
-⌈ \lceil ⌉ \rceil √ \sqrt \dfrac \frac \tfrac \frac \cfrac \frac \over \frac \dbinom \binom
-\choose \binom ½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅛ \frac{1}{8}
-∅ \emptyset \varnothing \emptyset ∞ \infty \degree ° º ° \dots … \ldots … \cdots … \dotsc … ⋯ …
-\imath i \jmath j \AA Å
-""".split()
+# Between semicolons: a sign, and the signs of LaTeX and Unicode that it replaces.
+_SAME_SIGNS = r"""
+* \cdot \times \ast × · ⋅ ∗ ; / \div ÷ ⁄ ; - − – — ‐ ‑ ; ' ’ ′ ; . 。 ; , 、 & ; % \% ; ),( \\ \cr ;
+≤ \leq \leqslant \le <= ; ≥ \geq \geqslant \ge >= ; < \lt ; > \gt ; ≠ \ne \neq ;
+= \equiv ≡ \approx ≈ ; ∈ \in ; ∪ \cup ; ∖ \setminus \backslash ; \vee ∨ ; \wedge ∧ ; ± \pm \mp ;
+| \mid \vert \lvert \rvert ; ( \langle ; ) \rangle ; \{ \lbrace ; \} \rbrace ; \lfloor ⌊ ;
+\rfloor ⌋ ; \lceil ⌈ ; \rceil ⌉ ; \sqrt √ ; \frac \dfrac \tfrac \cfrac \over ;
+\binom \dbinom \choose ; \frac{1}{2} ½ ; \frac{1}{3} ⅓ ; \frac{2}{3} ⅔ ; \frac{1}{4} ¼ ;
+\frac{3}{4} ¾ ; \frac{1}{8} ⅛ ; \emptyset ∅ \varnothing ; \infty ∞ ; ° \degree º ;
+… \dots \ldots \cdots \dotsc ⋯ ; i \imath ; j \jmath ; Å \AA
+"""
 _BLANKS = r"$ £ \pounds € ~ \quad \qquad \displaystyle \small \large \Large \LARGE \huge \angle "
 _BLANKS += r"\triangle \mathbf \mathbb \mathcal \mathit \mathsf \boldsymbol \bm \bf \it \vec \hat"
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho "
 _GREEK += "sigma tau upsilon phi chi psi omega"
 NAMES = [*_GREEK.split(), *"hbar ell nabla partial infty emptyset bar overline underline".split()]
 NAMES += ["tilde"]
-_SPELLINGS = {old: new + " " for old, new in zip(_PAIRS[::2], _PAIRS[1::2], strict=True)}
+_SPELLINGS = {}
+for _new, *_old in map(str.split, _SAME_SIGNS.split(";")):
+    _SPELLINGS |= dict.fromkeys(_old, _new + " ")
 _SPELLINGS |= dict.fromkeys([*_BLANKS.split(), *("\\" + sign for sign in "$()[],;:!> ")], " ")
 _SPELLINGS |= {chr(0xFEE0 + code): chr(code) for code in range(ord("!"), ord("~"))}  # fullwidth
 _SPELLINGS |= {a: f"\\{name} " for a, name in zip("αβγδεζηθικλμνξοπρστυφχψω", NAMES)}
@@ -54,7 +56,7 @@ SIGNS = Stage("signs", "Each sign has one spelling, and a matrix is a point of p
     Rule("invisible characters", "`5\u200b` for `5` | `5\u200b1` for `5`",
          sub("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "")),
     # Before the spelling of signs, which removes \, and \! and turns \\ into a new row.
-    Rule("backslashes", r"`\\frac{1}{4}` for `.25`, `(1\\[4pt] 2)` for `(1\\ 2)` | `\\` for `\`",
+    Rule("backslashes", r"`\\frac14` for `.25`, `(1\\[4pt] 2)` for `(1\\ 2)` | `\\frac14` for `4`",
          sub(r"(?<!\\)\\\\\s*(?=\\end)|(?<=\\\\)\s*\[[\d.]+\w\w\]", "",
              r"(?s)\\\\(?!.*(?<!\\)\\end)", r"\\")),
     Rule("thousands", r"`1{,}234\,567` for `1234567` | `(1,234)` for `1234`", sub(_THOUSAND, "")),

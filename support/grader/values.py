@@ -31,6 +31,7 @@ NAME = re.compile(
     rf"(?!(?:[ei]|{'|'.join(_COMMANDS)})\Z)[^\W\d_]"
     rf"|\\(?i:(?:var)?(?:{'|'.join(NAMES)}))(?![A-Za-z])"
 )
+_is_number = re.compile(r"[\d.]").match
 _TOKEN = re.compile(
     r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
     rf"|\\?(?:{'|'.join(FUNCTIONS)}|sqrt|pi)(?![A-Za-z])|sqrt(?=\d)"
@@ -59,22 +60,38 @@ def tokenize(text: str) -> list[str]:
     return [t[1:] if t[1:] in _COMMANDS else t for t in tokens if t != "%"]
 
 
-# ---- numbers
-_RELATIONS = frozenset("= < > ≤ ≥ ≠ ∈".split())
-_STOP = _RELATIONS | {"", *") ] } \\} \\rfloor \\rceil , ; ∨ ∧ ∪ ∖ + -".split()}
-_CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
-_CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
-_number = re.compile(r"[\d.]").match
-_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "zero": Fraction(0)}
-# Left sides of an equation that only name a value. In these patterns n is a name and 1 a number.
-# _NAMED_VALUE names any value: x, f(n), (x, y), V_o(s)/V_i(s). _NAMED_NUMBER names a number: AB,
-# f(2), m + n. _NAMED_FORMULA names what is no number: y^s.
-_NAMED_VALUE = r"{*n}*(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{(?:nn|n\(n\))}{(?:nn|n\(n\))}"
-_NAMED_VALUE = re.compile(_NAMED_VALUE)
-_NAMED_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")
-_NAMED_FORMULA = re.compile(r"n\^n(?:\(n\))?")
+# ---- names: the left sides that only name a value
+# A side is written with n for a name and 1 for a number: f(2) is n(1).
+_ANY_VALUE = re.compile(  # x; f(n) and f(x,y); (x, y); dy/dx and V_o(s)/V_i(s)
+    r"{*n}*(?:\(n(?:,n)*\))?|\(n(?:,n)+\)|frac{(?:nn|n\(n\))}{(?:nn|n\(n\))}"
+)
+_NUMBER = re.compile(r"(?!-)(?:frac|[-+*/n{}[\]]|(?<=n)\(-?1(?:,-?1)*\))+")  # AB, f(2), m + n
+_FORMULA = re.compile(r"n\^n(?:\(n\))?")  # y^s, which is no number
 
 
+def _name(side: list[str], right: list[str] = ()) -> str:
+    """Return the name that a side of a relation is, or "". right: an equation's last side."""
+    if len(side) > 40:  # names are short, and a long text must not be read again at each relation
+        return ""
+    name, derivative = "".join(side).strip("{}"), any(t.endswith("'") for t in side)
+    number = right and not any(map(NAME.match, right)) and not (derivative and {*side} & {*"+-"})
+    more = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
+    kinds = "".join(
+        "n" if NAME.match(t) or t in more else "1" if _is_number(t) else t for t in side
+    )
+    named = _ANY_VALUE.fullmatch(kinds)
+    if number:
+        named = named or _NUMBER.fullmatch(kinds)
+    elif not all(map(NAME.match, right)):  # MRS = 2C/S, but not MR = MC
+        capitals = len(side) > 2 and all(NAME.match(t) and t[0].isupper() for t in side)
+        named = named or capitals or _FORMULA.fullmatch(kinds)
+    # y' names 6x and -x/y. In y' = 2y it is a part of a differential equation.
+    y = name.rstrip("'")
+    equation = derivative and y in right and ("x" not in right or y == "x")
+    return name if named and not equation else ""
+
+
+# ---- numbers: exact as long as they are short
 def _bits(x) -> int:
     """Return the length of an exact number, 0 for a float."""
     exact = isinstance(x, Fraction)
@@ -95,26 +112,12 @@ def _factorial(x):
     return Fraction(math.factorial(int(x))) if small else math.gamma(x + 1)
 
 
-def _name(side: list[str], right: list[str] = ()) -> str:
-    """Return the name that a side of a relation is, or "". right: an equation's last side."""
-    if len(side) > 40:  # names are short, and a long text must not be read again at each relation
-        return ""
-    name, derivative = "".join(side).strip("{}"), any(t.endswith("'") for t in side)
-    number = right and not any(map(NAME.match, right)) and not (derivative and {*side} & {*"+-"})
-    more = ("e", "i", "sin", "cos", "tan") if number else ()  # \sin A = 1/2 names a number
-    kinds = "".join("n" if NAME.match(t) or t in more else "1" if _number(t) else t for t in side)
-    named = _NAMED_VALUE.fullmatch(kinds)
-    if number:
-        named = named or _NAMED_NUMBER.fullmatch(kinds)
-    elif not all(map(NAME.match, right)):  # MRS = 2C/S, but not MR = MC
-        capitals = len(side) > 2 and all(NAME.match(t) and t[0].isupper() for t in side)
-        named = named or capitals or _NAMED_FORMULA.fullmatch(kinds)
-    # y' names 6x and -x/y. In y' = 2y it is a part of a differential equation.
-    y = name.rstrip("'")
-    equation = derivative and y in right and ("x" not in right or y == "x")
-    return name if named and not equation else ""
-
-
+# ---- the parser
+_RELATIONS = frozenset("= < > ≤ ≥ ≠ ∈".split())
+_STOP = _RELATIONS | {"", *") ] } \\} \\rfloor \\rceil , ; ∨ ∧ ∪ ∖ + -".split()}
+_CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
+_CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
+_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "zero": Fraction(0)}
 # What the parser knows by itself. These rules are methods, so that no test runs without them.
 GRAMMAR = Stage("grammar", "An answer is a number, or a form that has parts.")
 
@@ -223,7 +226,7 @@ class Reader:
     def neighbour(self) -> Value:
         """Read a factor without an operator: x, 3^2 and 3! in 2x 3^2 3!. 2 3 is refused."""
         after = [token for token in self.tokens[self.at : self.at + 4] if token not in "{}"]
-        if after and _number(after[0]) and after[1:2] not in (["^"], ["!"]):
+        if after and _is_number(after[0]) and after[1:2] not in (["^"], ["!"]):
             raise ValueError("a number right beside another factor")
         return self.power()
 
@@ -246,7 +249,7 @@ class Reader:
         r"""`0.5` for `\frac12`. With 12 places, or if irrational, within one part in 10^9:
         `0.235294117647` for `\frac{4}{17}` | `0.3333` for `\frac13`, `3.14159` for `\pi`"""
         token, self.at = self.next, self.at + 1
-        if _number(token):
+        if _is_number(token):
             # So many decimals are those of a float that was printed: 0.235294117647059 is 4/17.
             return float(token) if re.search(r"\.\d{12}", token) else Fraction(token)
         if token in _CLOSING:

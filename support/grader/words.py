@@ -27,8 +27,8 @@ _EXPONENT = r"\^\s*(?:\{\s*-?\d\s*\}|-?\d)"  # ^{-2}
 _POWER = rf"(?:\s*{_EXPONENT})?"
 # at least⟧, K people⟧, 半⟧: the rest of a text that changes the value
 _VALUE = rf"[^⟧]*(?:\b(?i:{_VALUE_WORDS})\b|\b[kKMB] [a-z]{{3}}|[=约至不负半十百万亿对双打])"
-_UNIT = rf"(?=[^⟧]*(?<![A-Za-z])(?:{_UNIT_WORDS})(?![A-Za-z]))[^⟧]*⟧{_POWER}"  # square cm⟧^2
-_UNIT = rf"⟦(?!{_VALUE}|(?:[^⟧]*\s)?[-+]?\.?\d){_UNIT}"  # ⟦ cm⟧, but not ⟦5 cm⟧
+_END = rf"(?=[^⟧]*(?<![A-Za-z])(?:{_UNIT_WORDS})(?![A-Za-z]))[^⟧]*⟧{_POWER}"  # square cm⟧^2
+_UNIT = rf"⟦(?!{_VALUE}|(?:[^⟧]*\s)?[-+]?\.?\d){_END}"  # ⟦ cm⟧, but not ⟦5 cm⟧
 _UNITS = rf"\s*{_UNIT}(?:[\s/*]*{_UNIT})*"  # ⟦kg⟧ * ⟦m⟧ / ⟦s⟧^2
 _AFTER_VALUE = r"(?<=[^\W_]|[.)}\]!%°])"
 _NO_FACTOR = r"(?!\s*(?:[\w.({^]|\\[^}]))"  # no factor follows: in 5 ft 6 in one does
