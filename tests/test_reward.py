@@ -64,8 +64,7 @@ x != 3 | x \ne 3 | x \not= 3
 1 + \left\lceil \dfrac{n}{2} \right\rceil | \lceil n/2 \rceil + 1 | ⌈n/2⌉ + 1
 m = 2 and n = 3 | n = 3, m = 2 | 2, 3
 \cot^{-1} 2 | \arctan(1/2) | \operatorname{arccot} 2
-1 | \sin x \csc x | \cos x \sec x | \tan x \cot x
-1 | \sinh x \csch x | \cosh x \sech x | \tanh x \coth x
+1 | \sin x\csc x | \cos x\sec x | \tan x\cot x | \sinh x\csch x | \cosh x\sech x | \tanh x\coth x
 \frac{\pi}{3} | \sec^{-1} 2 | \csc^{-1} \frac{2}{\sqrt3} | \arccos(1/2) | \tanh^{-1} (\tanh(\pi/3))
 AB, 2CD | 2DC, AB
 x = 1, y = 2 | (y = 2, x = 1) | \left\{ \begin{array}{cl} x & = & 1 \\ y & = & 2 \end{array} \right.
@@ -91,9 +90,8 @@ C_1 e^t + C_2 t + 1 | x(t) = 1 + c_1 t + c_2 e^{t} | C_2 e^{t} + C_3 t + 1
 f(z) = z, f(z) = -z | f(x) = -x, f(x) = x
 x = \frac{\pi}{6} + k\pi | x = \frac{\pi}{6} + \pi n
 4080 | 4080 \text{ Å} | 4080\,\AA | 4080 Å | 4.08 x 10^3 | 4.08x10^{3}
-12 | 12^{\text{th}} \text{ grade} | 12th | 12\text{th grade} | \text{Yes, } n = 12
-12 | 12 m/s | 12 m/s^2 | 12 g/cm^3
-12 | \text{There are } 12 \text{ ways} | The value is 12 | 12 kcal m⁻² yr⁻¹
+12 | 12^{\text{th}} \text{ grade} | 12th | 12\text{th grade} | \text{Yes, }n = 12 | 12 kcal m⁻² yr⁻¹
+12 | 12 m/s | 12 m/s^2 | 12 g/cm^3 | \text{There are } 12 \text{ ways} | The value is 12
 \frac{2C}{3S} | MRS = \frac{2C}{3S} | \text{MRS}_{S,C} = \frac{4C}{6S} = \frac{2C}{3S}
 \frac{1}{s+a} | H(s) = \frac{V_o(s)}{V_i(s)} = \frac{1}{s+a} | \frac{1}{s+a} \text{ (for } s > -a)
 100 p^{\frac{1}{2}} | y^s = 100 \sqrt{p} | y^s(p) = 100 \sqrt{p}
@@ -130,7 +128,7 @@ DIFFERENT = r"""
 e^{500} e^{500} | e^{400} e^{500} | 5
 (1,2) | (2,1) | [1,2] | (1,2]
 \{1,1\} | \{1,2\} | 1
-6 | \{5, 6\} | 2 3 | {2}{3} | 6 \text{ one-hundredths}
+6 | \{5, 6\} | 2 3 | {2}{3} | 6 \text{ one-hundredths} | 2 \text{ ft} (3 \text{ in})
 0 | e^{-7} | e^{-25}
 1.5 | \sin x = 1.5
 1, 2 | 1 ∨ 2 | 1 ∧ 2
@@ -298,8 +296,10 @@ def test_a_rule_does_what_its_examples_say_and_is_needed(stage, rule, monkeypatc
         assert not holds()
 
 
-def test_the_page_has_the_table_of_the_rules():
+def test_the_page_has_the_table_of_the_rules_and_a_trace_names_them(capsys):
     assert f"\n\n{__main__.table()}\n\n" in (ROOT / "docs" / "reference.md").read_text()
+    __main__.trace(r"4 \text{ cm}")
+    assert capsys.readouterr().out.endswith("\nwords, units: 4\ntokens: 4\n")
 
 
 @pytest.mark.parametrize(

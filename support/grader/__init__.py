@@ -20,9 +20,10 @@ An answer passes all STAGES. Let the answer be $5\frac12 \text{ cm}$, and the ri
 
 The points are values of the variables. A variable's name decides its three values.
 
-To add a rule, find the stage where its examples still differ. Copy an entry there: a name, a row of
-examples, a function. Then run tests/test_reward.py, which says what the rule breaks, and for a rule
-that is shown put what `python -m support.grader` prints into docs/reference.md.
+To add a rule, see where its examples still differ: `python -m support.grader ANSWER` prints what
+each rule does to a text. Copy an entry there: a name, a row of examples, a function. Then run
+tests/test_reward.py, and if the rule is a kind, put the table that `python -m support.grader`
+prints into docs/reference.md.
 
 Text of the model is never run as code. MAX_CHARS and Python's limit of recursion bound the time.
 """

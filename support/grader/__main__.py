@@ -1,6 +1,13 @@
-"""Print the table of kinds in docs/reference.md: python -m support.grader."""
+r"""Print the table of docs/reference.md, or what the rules make of an answer.
+
+python -m support.grader
+python -m support.grader '5\frac12 \text{ cm}'
+"""
+
+import sys
 
 from support.grader import STAGES
+from support.grader.compare import TEXT_STAGES, clean, readings
 
 
 def table() -> str:
@@ -10,5 +17,16 @@ def table() -> str:
     return "\n".join(lines + [f"| {rule.name} | {rule.row} |" for rule in rules])
 
 
+def trace(text: str) -> None:
+    """Print each rule that changes a text, the text behind it, and the tokens at the end."""
+    tokens = [" ".join(reading) for reading in readings(clean(text))]
+    for stage in TEXT_STAGES:
+        for rule in stage.rules:
+            before, text = text, rule.apply(text)
+            if text != before:
+                print(f"{stage.name}, {rule.name}: {text}")
+    print("tokens:", " | ".join(tokens))
+
+
 if __name__ == "__main__":
-    print(table())
+    trace(sys.argv[1]) if sys.argv[1:] else print(table())

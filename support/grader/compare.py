@@ -13,13 +13,15 @@ from support.grader.values import Reader, tokenize
 from support.grader.words import WORDS
 
 MAX_CHARS = 600  # the longest gold answer has 210
+TEXT_STAGES = [SIGNS, WORDS, NOTATIONS]
 Tokens = tuple[str, ...]
 
 
 def clean(text: str) -> str:
     """Return `text` in one spelling: without units and layout."""
-    for rule in [*SIGNS.rules, *WORDS.rules, *NOTATIONS.rules]:
-        text = rule.apply(text)
+    for stage in TEXT_STAGES:
+        for rule in stage.rules:
+            text = rule.apply(text)
     return text.strip(" =:,")
 
 

@@ -1,6 +1,7 @@
 r"""The stage "words" removes words and units beside a value, unless a word changes the value.
 
-\text{ cm} is written ⟦ cm⟧ as long as its meaning is not known. So are words without \text.
+\text{ cm} is written ⟦ cm⟧ as long as its meaning is not known. So are words without \text. What
+words mean is decided before units are removed, and units before other texts lose their brackets.
 """
 
 import re
