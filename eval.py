@@ -17,7 +17,6 @@ ranks. flags.json beside them says what they were made from. Another model, temp
 or instruction is refused, and so are other problems.
 """
 
-import itertools
 import json
 import math
 import re
@@ -33,21 +32,23 @@ import torch
 import rollout
 from reward import Reward, extract_answer, load_reward, reward_all
 from rollout import Model, Tokenizer, encode_prompt
-from support import InputError, check_least, progress, ranks
+from support import InputError, progress, ranks
 from support.data import load_problems
-from support.decoding import mix_seed
-from support.models import check_length, weights_of
-from support.ranks import all_list, on_rank_0, rank, world_size
-from support.run import (
-    append_rows,
+from support.files import (
+    append_jsonl,
+    check_made_from,
     fingerprint,
-    flag,
-    must_be_empty,
-    parse_flags,
-    read_lines,
-    write_rows,
+    folder_name,
+    markdown,
+    read_jsonl,
+    write_jsonl,
     write_whole,
 )
+from support.flags import check_least, flag, parse_flags
+from support.metrics import right
+from support.models import check_length, weights_of
+from support.ranks import all_list, on_rank_0, rank, world_size
+from support.seeds import mix_seed
 
 
 class Benchmark(NamedTuple):
@@ -69,8 +70,7 @@ BENCHMARKS = (
     Benchmark("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "test", 4),
 )
 Suite = dict[Benchmark, list[dict]]  # the problems of each, as load_problems gives them
-Decodings = dict[str, tuple[float, float]]  # temperature and top-p of each
-DECODINGS: Decodings = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}
+DECODINGS = {"training": (1.0, 1.0), "justrl": (0.7, 0.9)}  # temperature and top-p of each
 
 
 class Key(NamedTuple):
@@ -147,7 +147,7 @@ def first_problems(suite: Suite, limit: int) -> Suite:
     return {benchmark: problems[: limit or None] for benchmark, problems in suite.items()}
 
 
-def parse_decodings(texts: list[str]) -> Decodings:
+def parse_decodings(texts: list[str]) -> dict[str, tuple[float, float]]:
     """Read the values of --decoding: {value: (temperature, top-p)}. Raises InputError."""
     decodings = {}
     for text in texts:
@@ -163,8 +163,11 @@ def parse_decodings(texts: list[str]) -> Decodings:
 # ----------------------------------------------------------------------------- sampling and grading
 
 
-def problems_by_key(suite: Suite, decodings: Decodings) -> dict[Key, dict]:
-    """Return {key: problem} for every response of an evaluation, in the order of the tables."""
+def problems_by_key(suite: Suite, decodings: dict) -> dict[Key, dict]:
+    """Return {key: problem} for every response of an evaluation, in the order of the tables.
+
+    decodings: {name: (temperature, top-p)}, here and in the functions below.
+    """
     return {
         Key(benchmark.key, decoding, number, sample): problem
         for decoding, (temperature, _) in decodings.items()
@@ -178,7 +181,7 @@ def sample_suite(
     model: Model,
     tokenizer: Tokenizer,
     problems: dict[Key, dict],
-    decodings: Decodings,
+    decodings: dict[str, tuple[float, float]],
     cfg: SamplingFlags,
 ) -> Iterator[tuple[Key, dict]]:
     """Sample a response for each of this rank's keys, and yield (key, row) when it ends.
@@ -234,7 +237,7 @@ def grade(sampled: Rows, problems: dict[Key, dict], reward: Reward) -> Rows:
             "question": problem["problem"],
             "gold": problem["answer"],
             "answer": extract_answer(row["response"]),
-            "correct": values[key] > 0,
+            "correct": right(values[key]),
             "reward": values[key],
             **row,
         }
@@ -290,19 +293,19 @@ def accuracy(rights: list[list[bool]]) -> dict:
     }
 
 
-Scores = dict[str, dict[str, dict]]  # {decoding: {benchmark: summary}}
+def summarize(rows: Rows) -> dict[str, dict[str, dict]]:
+    """Return the scores {decoding: {benchmark: summary}}.
 
-
-def summarize(rows: Rows) -> Scores:
-    """Summarize every benchmark: accuracies in percent, lengths in tokens, fractions 0 to 1."""
+    A summary has accuracies in percent, lengths in tokens, and fractions from 0 to 1.
+    """
     groups: dict[tuple[str, str], dict[int, list[dict]]] = {}  # problem -> its responses
     for key, row in rows.items():
         group = groups.setdefault((key.decoding, key.benchmark), {})
         group.setdefault(key.problem, []).append(row)
-    scores: Scores = {}
+    scores: dict[str, dict[str, dict]] = {}
     for (decoding, name), group in groups.items():
-        rights = [[row["correct"] for row in samples] for samples in group.values()]
-        of_all = [row for samples in group.values() for row in samples]
+        rights = [[row["correct"] for row in responses] for responses in group.values()]
+        of_all = [row for responses in group.values() for row in responses]
         scores.setdefault(decoding, {})[name] = accuracy(rights) | {
             "problems": len(rights),
             "samples": len(rights[0]),
@@ -317,7 +320,7 @@ def summarize(rows: Rows) -> Scores:
 # ------------------------------------------------------------------------------------------ tables
 
 
-def results_table(model: str, grader: str, suite: Suite, scores: Scores) -> str:
+def results_table(model: str, grader: str, suite: Suite, scores: dict) -> str:
     """Write the paper's table in Markdown: mean@N in percent, later decodings in brackets."""
 
     def cell(values: tuple[str, ...]) -> str:
@@ -332,13 +335,13 @@ def results_table(model: str, grader: str, suite: Suite, scores: Scores) -> str:
     return markdown([header, [model, cell(tuple(scores)), grader, *cells]])
 
 
-def details_table(suite: Suite, scores: Scores) -> str:
+def details_table(suite: Suite, scores: dict) -> str:
     """Write the details in Markdown: a row for each benchmark and decoding."""
-    rows = []
+    lines = []
     for decoding in scores:
         for benchmark in suite:
             summary = scores[decoding][benchmark.key]
-            rows.append(
+            lines.append(
                 {
                     "benchmark": benchmark.title,
                     "decoding": decoding,
@@ -350,13 +353,7 @@ def details_table(suite: Suite, scores: Scores) -> str:
                     "no box": f"{summary['no_box_fraction']:.1%}",
                 }
             )
-    return markdown([list(rows[0]), *(list(row.values()) for row in rows)])
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """Write rows of cells, the header first, as a Markdown table."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return markdown([list(lines[0]), *(list(line.values()) for line in lines)])
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -370,26 +367,22 @@ def load(name: str, chat_template: str = "") -> tuple[Model, Tokenizer]:
 
 
 def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the instruction, the reward and the length of the run that a checkpoint is from."""
+    """Return the instruction, the reward and the length of the run that a checkpoint is from.
+
+    The checkpoint is RUN/checkpoints/step_N. Its run's flags are in RUN/config.json.
+    """
     file = Path(given["model"], "..", "..", "config.json")
     stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     names = {"instruction", "reward", "max_new_tokens"} & (stored.keys() - given.keys())
     if taken := {name: stored[name] for name in sorted(names)}:
         words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
-        progress.log(
-            f"eval.py: {words}, as in its run; a base model needs the same, and its template"
-        )
+        hint = "a base model needs the same, and its template"
+        progress.log(f"eval.py: {words}, as in its run ({file.resolve()}); {hint}")
     return taken
 
 
-def open_folder(
-    folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite, decodings: Decodings
-) -> Rows:
-    """Read the responses that are in the folder, and write flags.json.
-
-    Raises InputError if the folder has responses of other weights, flags or problems, or files that
-    are not of an evaluation.
-    """
+def what_decides(cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite, decodings: dict) -> dict:
+    """Return what responses are made from: {name: value}. Equal values give equal responses."""
     made_from = {
         "--max_new_tokens": cfg.max_new_tokens,
         "--seed": cfg.seed,
@@ -400,22 +393,28 @@ def open_folder(
     for benchmark, problems in suite.items():  # without the answers: one may be mended
         texts = fingerprint([problem["problem"] for problem in problems])
         made_from[f"benchmark {benchmark.key}"] = texts
-    for decoding, pair in decodings.items():
-        made_from[f"--decoding {decoding}"] = list(pair)
-    file = folder / "flags.json"
-    if not file.exists():
-        must_be_empty(folder, "name")
+    return made_from | {f"--decoding {name}": list(pair) for name, pair in decodings.items()}
+
+
+def read_responses(*files: Path) -> Rows:
+    """Read the lines of responses, or of graded ones: {key: row without the key}."""
     rows = {}
-    for row in itertools.chain(*map(read_lines, folder.glob("responses.rank*.jsonl"))):
-        rows[Key(*(row.pop(name) for name in Key._fields))] = row
+    for file in files:
+        for row in read_jsonl(file):
+            rows[Key(*(row.pop(name) for name in Key._fields))] = row
+    return rows
+
+
+def open_folder(folder: Path, made_from: dict[str, Any], cfg: EvalConfig) -> Rows:
+    """Return the responses that are in the folder, and write flags.json beside them.
+
+    Raises InputError if they were made from something else, or if the folder is of another kind.
+    """
+    rows = read_responses(*folder.glob("responses.rank*.jsonl"))
     # A command that was refused has left flags and no responses.
-    stored = json.loads(file.read_text("utf-8"))["made_from"] if rows else {}
-    for name, value in made_from.items():
-        if stored.get(name, value) != value:
-            what = f"{folder} holds responses that were made with another one"
-            raise InputError(f"{name}: {what}; name another --output")
-    document = {"flags": asdict(cfg), "made_from": stored | made_from}
-    write_whole(file, json.dumps(document, indent=2) + "\n")
+    stored = check_made_from(folder, made_from if rows else {}, "responses")
+    document = {"flags": asdict(cfg), "made_from": (stored if rows else {}) | made_from}
+    write_whole(folder / "flags.json", json.dumps(document, indent=2) + "\n")
     return rows
 
 
@@ -424,11 +423,14 @@ def run(cfg: EvalConfig) -> None:
     check_least(cfg, samples=0, limit=0, max_new_tokens=1, rollout_batch_size=1)
     decodings, reward = parse_decodings(cfg.decoding), load_reward(cfg.reward)
     suite = load_benchmarks(cfg.benchmarks, cfg.samples, bool(cfg.reward))
-    name = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
-    folder = Path(cfg.output or f"runs/eval-{name}").resolve()  # a reward may change directory
+    # Whole, because a reward may change the directory.
+    folder = Path(cfg.output or f"runs/eval-{folder_name(cfg.model)}").resolve()
     model, tokenizer = load(cfg.model, cfg.chat_template)
-    # What is stored is read before any rank appends.
-    rows = on_rank_0(lambda: open_folder(folder, cfg, tokenizer, suite, decodings))
+
+    def stored() -> Rows:
+        return open_folder(folder, what_decides(cfg, tokenizer, suite, decodings), cfg)
+
+    rows = on_rank_0(stored)  # before any rank appends
     problems = problems_by_key(first_problems(suite, cfg.limit), decodings)
     missing = {key: problem for key, problem in problems.items() if key not in rows}
     file = folder / f"responses.rank{rank()}.jsonl"
@@ -436,7 +438,7 @@ def run(cfg: EvalConfig) -> None:
         lines.write("\n")  # ends a line that a crash tore
     sampled = {}
     for key, row in sample_suite(model, tokenizer, missing, decodings, cfg):
-        append_rows(file, [key._asdict() | row])
+        append_jsonl(file, [key._asdict() | row])
         sampled[key] = row
     rows = grade(rows | all_rows(sampled), problems, reward)
     scores = summarize(rows)
@@ -444,7 +446,7 @@ def run(cfg: EvalConfig) -> None:
         grader = f"{cfg.reward} (the six: rule)" if cfg.reward else "rule"
         text = results_table(cfg.model, grader, suite, scores)
         text += "\n" + details_table(suite, scores)
-        write_rows(folder / "samples.jsonl", [key._asdict() | row for key, row in rows.items()])
+        write_jsonl(folder / "samples.jsonl", [key._asdict() | row for key, row in rows.items()])
         write_whole(folder / "table.md", text)
         (folder / "verified.md").unlink(missing_ok=True)  # of the verifier, from earlier rows
         document = {"flags": asdict(cfg), "scores": scores}

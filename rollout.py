@@ -23,10 +23,12 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import InputError, models, ranks
-from support.decoding import decoding_loop, has_full_attention, mix_seed, rows_that_fit, until_stop
+from support.batch import micro_batches
+from support.decoding import decoding_loop, has_full_attention, rows_that_fit, until_stop
 from support.head import HeadStats, TokenStats
 from support.models import load_config, load_model, load_pretrained
 from support.progress import log, track
+from support.seeds import mix_seed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -59,23 +61,19 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
 
 
 def check_template(tokenizer: Tokenizer, source: str) -> None:
-    """Raise InputError if a chat template cannot be used. Print a line if it writes the date."""
-    problem, texts = "What is 1 + 1?", []
+    """Raise InputError if a chat template cannot be used. Print a line if it can write the date."""
+    problem = "What is 1 + 1?"
     turns = [{"role": "user", "content": problem}]
     try:
-        for day in ("today", "tomorrow"):
-            # A macro takes the place of the function that transformers gives to templates.
-            date = f"{{% macro strftime_now(format) %}}{day}{{% endmacro %}}"
-            options = {"chat_template": date + tokenizer.get_chat_template(), "tokenize": False}
-            texts.append(tokenizer.apply_chat_template(turns, **options))
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
     except TemplateError as error:
         line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
         raise InputError(f"{source}: no chat template ({line}{error})") from error
-    if problem not in texts[0]:
+    if problem not in text:
         what = "the chat template leaves out the problem"
         raise InputError(f"{source}: {what}; it must write the content of each of `messages`")
-    if texts[0] != texts[1]:
-        what = "the chat template writes today's date, so prompts change at midnight"
+    if "strftime_now" in tokenizer.get_chat_template():  # transformers' function for the date
+        what = "the chat template can write today's date, and then prompts change at midnight"
         log(f"{source}: {what}. To keep them, give --chat_template FILE with the date written in")
 
 
@@ -314,39 +312,6 @@ def response_stats(
         whole[:, rows, :width] = torch.stack(stats).cpu()  # one transfer for the micro-batch
     models.reshard(policy)
     return TokenStats(*whole)
-
-
-def pad_batch(responses: list[Response]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return responses as right-padded [prompt, response] rows.
-
-    Returns ids (B, L) long, the mask (B, L) bool of response tokens, and lengths (B,) long. The
-    padding is 0: no token sees it, because attention is causal.
-    """
-    lengths = [len(r.prompt_ids) + len(r.ids) for r in responses]
-    ids = torch.zeros(len(responses), max(lengths), dtype=torch.long)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for i, (r, length) in enumerate(zip(responses, lengths, strict=True)):
-        ids[i, :length] = torch.tensor(r.prompt_ids + r.ids)
-        mask[i, len(r.prompt_ids) : length] = True
-    return ids, mask, torch.tensor(lengths)
-
-
-def micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Sort rows by length, longest first, and cut them into batches of at most `budget` tokens.
-
-    Returns the indices of each batch's rows. The tokens of a batch are rows x longest row. A row
-    that is longer than the budget gets a batch for itself. Example: micro_batches([3, 9, 4, 2],
-    budget=9) is [[1], [2, 0], [3]].
-    """
-    batches: list[list[int]] = []
-    longest = 0  # row of the newest batch
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if batches and (len(batches[-1]) + 1) * longest <= budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            longest = lengths[row]
-    return batches
 
 
 def sampling_gap(

@@ -18,7 +18,9 @@ Algorithm 1 of the paper, and the function that does each of its lines:
 
 p is the probability of a sampled token. H is the entropy of the distribution it was drawn from. The
 ratio rho is p under pi_theta / p under pi_old. clip(rho) is rho within [1 - eps_low, 1 + eps_high].
-In a group, A > 0 means R above the group's mean: with the rewards +1 and -1, a right response.
+Metrics call a response right if R > 0. The mask asks for A > 0, R above the group's mean, as the
+paper does. With the rewards +1 and -1 both are the same. With others, such as a penalty for length,
+a wrong response can have A > 0, and its tokens can be silenced.
 
 Where training departs from the paper, or goes beyond it (docs/reference.md has the whole list):
 - The default run is small: 80 steps of 256 responses. recipes/paper-1.7b has the paper's sizes.
@@ -40,7 +42,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -58,20 +60,24 @@ from rollout import (
     encode_prompt,
     load_policy,
     load_tokenizer,
-    micro_batches,
-    pad_batch,
     response_stats,
     sample,
     sampling_config,
     sampling_gap,
     stop_ids,
 )
-from support import InputError, check_least, progress, ranks
+from support import InputError, progress, ranks
+from support.batch import Batch, Choice, micro_batches, pad_batch
+from support.checkpoints import load_optimizer
 from support.data import load_problems
-from support.decoding import generator, mix_seed
+from support.files import fingerprint
+from support.flags import check_least, flag, parse_flags
+from support.metrics import ratio_sums, response_metrics, sample_log, update_metrics
 from support.models import check_length, gathered, load_config
 from support.ranks import all_cat, all_sum, even_out, peak_memory_gb, rank, world_size
-from support.run import RunFolder, StopSignals, fingerprint, flag, load_optimizer, parse_flags
+from support.run import RunFolder
+from support.seeds import generator, mix_seed
+from support.stop import StopSignals
 
 # =========================================================================== the loss, Sec. 2 and 3
 #
@@ -116,7 +122,8 @@ def spurious_mask(
         response 2, A = -0.71:  p = 0.001               H = 0.1
 
     In this example tokens 2 and 3 of response 1 are the candidates. So tau_h = 0.1 + 0.75 (1.5 -
-    0.1) = 1.15, and token 2 is silenced.
+    0.1) = 1.15, and token 2 is silenced. A > 0 is the paper's condition. With the rewards +1 and -1
+    it means a right response, R > 0.
 
     logp (B, T) float32: ln p of each response token under the current policy. entropy (B, T)
     float32: H in nats, under the same policy. advantages float32: (B,), or (B, T) with the A_i of
@@ -188,10 +195,10 @@ def stapo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """STAPO in one call: spurious_mask, then clipped_loss over the tokens that are kept.
 
-    Use it in a training loop that sees a whole mini-batch in one call. In other loops, call
-    spurious_mask once for a mini-batch, and clipped_loss for each of its micro-batches. A
-    micro-batch must not decide again which tokens are silenced: its forward rounds differently, and
-    tau_h can equal the entropy of one candidate.
+    It is for a loop of your own that sees a whole mini-batch in one call. `train_step` does not
+    call it. Like any loop with micro-batches, it calls spurious_mask once for a mini-batch, and
+    clipped_loss for each micro-batch. A micro-batch must not decide again which tokens are
+    silenced: its forward rounds differently, and tau_h can equal the entropy of one candidate.
 
     The arguments are those of spurious_mask and clipped_loss. Only logp receives a gradient. tau_h
     and denominator belong to the whole mini-batch: None computes them from this call.
@@ -251,85 +258,20 @@ def check_shapes(advantages: torch.Tensor, mask: torch.Tensor, *tensors: torch.T
 
 # =========================================================================== the loss ends here
 
-# ============================================================================= a batch of responses
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Responses as padded tensors on the CPU, one row [prompt, response, padding] for each.
-
-    `collect` makes the Batch of a step. A mini-batch is a slice of its rows. A micro-batch is some
-    rows of a mini-batch, cut to the longest of these rows. All three are this type.
-    """
-
-    ids: torch.Tensor  # (B, L) long
-    mask: torch.Tensor  # (B, L) bool, True on response tokens, end of sequence included
-    lengths: torch.Tensor  # (B,) long, tokens of prompt and response
-    old: TokenStats  # p and H under pi_old: (B, L) float32 each, 0 outside mask
-    ref_logp: torch.Tensor | None  # (B, L) float32 under the reference policy; None: no KL term
-    rewards: torch.Tensor  # (B,) float64, as a reward function returns them
-    advantages: torch.Tensor  # (B,) float32
-    truncated: torch.Tensor  # (B,) bool, ended by --max_new_tokens
-    seeds: torch.Tensor  # (B,) long, of the sampling
-
-    def mini_batches(self, count: int) -> list[Batch]:
-        """Split the batch into `count` parts with equally many rows (views)."""
-        size = len(self.ids) // count
-        return [self.take(slice(i * size, (i + 1) * size)) for i in range(count)]
-
-    def rows(self, index: torch.Tensor) -> Batch:
-        """Return the rows `index` (N,) long, without the padding that none of them needs."""
-        return self.take(index, width=max(self.lengths[index].tolist(), default=0))
-
-    def take(self, index: slice | torch.Tensor, width: int | None = None) -> Batch:
-        """Return some of the rows, with their first `width` columns (None: all columns)."""
-        return self.map(lambda x: x[index] if x.dim() == 1 else x[index, :width])
-
-    def to(self, device: torch.device) -> Batch:
-        return self.map(lambda x: x.to(device))
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Return a batch of function(tensor) for each tensor."""
-        old = TokenStats(function(self.old.logp), function(self.old.entropy))
-        others = {name: function(x) for name, x in vars(self).items() if torch.is_tensor(x)}
-        return replace(self, old=old, **others)
-
-
-class Choice(NamedTuple):
-    """A method's decision for a mini-batch (this rank's rows): which tokens are kept."""
-
-    keep: torch.Tensor  # (B, L): the paper's I, bool, or float weights
-    stats: TokenStats  # ln p and H that it was made from, (B, L) each
-    candidates: torch.Tensor | None = None  # (B, L) bool: tokens that could have been silenced
-    tau_h: torch.Tensor | None = None  # 0-dim: the threshold of entropy, of all ranks' tokens
-    denominator: float | torch.Tensor | None = None  # of this rank; None: the sum of keep
-    eps_high: float | None = None  # None: --eps_high
-
-
-class Task(NamedTuple):
-    """The tokenizer, the problems and the reward of a run, and the benchmarks that evaluate it."""
-
-    tokenizer: Tokenizer
-    problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" with --reward
-    reward: Reward
-    suite: evaluation.Suite
-    data_fingerprint: str  # of the problems
+# ================================================================ one step of Algorithm 1, Sec. 3.3
 
 
 class StepResult(NamedTuple):
-    """What a step of training leaves behind for its metrics."""
+    """What a step of training leaves behind for its metrics and its log."""
 
     batch: Batch
+    texts: list[str]  # of the responses, a text for each row of the batch
     mini_batches: list[Batch]  # in the order of the updates
-    samples: list[dict]  # a row of samples.jsonl for each response
     choices: list[Choice]  # of each mini-batch
     updates: list[dict[str, float]]  # what `update` returned for each mini-batch
     began: float  # times in seconds: before `collect`, after it, and after the updates
     collected: float
     ended: float
-
-
-# ================================================================ one step of Algorithm 1, Sec. 3.3
 
 
 def train_step(
@@ -348,7 +290,7 @@ def train_step(
     choose = METHODS[cfg.method]  # stapo: silence_spurious
     # 1. pi_old = pi_theta. Sample G responses to each prompt, reward them, compute A.
     began = time.monotonic()
-    batch, samples = collect(policy, reference, task, step, cfg)
+    batch, texts = collect(policy, reference, task, step, cfg)
     collected, choices, updates = time.monotonic(), [], []
     mini_batches = batch.mini_batches(cfg.batch_size // cfg.mini_batch_size)
     for mini_batch in mini_batches:
@@ -358,23 +300,24 @@ def train_step(
         updates.append(update(policy, optimizer, mini_batch, choice, cfg))
         choices.append(choice)
     ended = time.monotonic()
-    return StepResult(batch, mini_batches, samples, choices, updates, began, collected, ended)
+    return StepResult(batch, texts, mini_batches, choices, updates, began, collected, ended)
 
 
 def collect(
     policy: Policy, reference: Policy | None, task: Task, step: int, cfg: Config
-) -> tuple[Batch, list[dict]]:
-    """Sample this rank's responses of a step, reward them, and compute ln p and H under pi_old.
+) -> tuple[Batch, list[str]]:
+    """Sample this rank's responses of a step, reward them, and compute A, and ln p and H of pi_old.
 
-    Returns the batch, whose rows are in the order of rank_rows, and a row of samples.jsonl for each
-    response. Raises InputError if a reward of your own fails.
+    Returns the batch, whose rows are in the order of rank_rows, and the texts of its responses.
+    Raises InputError if a reward of your own fails.
     """
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     pairs = rank_rows(cfg.batch_size, cfg.mini_batch_size, cfg.group_size, rank(), world_size())
-    problems = [task.problems[indices[place]] for place, _ in pairs]
+    problems = [indices[place] for place, _ in pairs]
     seeds = [mix_seed(cfg.seed, step, place, member) for place, member in pairs]
-    responses, samples = sample_and_reward(policy, task, problems, seeds, cfg)
-    ids, mask, lengths = pad_batch(responses)  # (B, L), (B, L), (B,)
+    responses, rewards = sample_and_reward(policy, task, problems, seeds, cfg)
+    prompts = [response.prompt_ids for response in responses]
+    ids, mask, lengths = pad_batch(prompts, [response.ids for response in responses])
     old = response_stats(policy, ids, mask, lengths, cfg.tokens_per_micro_batch)
     ref_logp = None
     if reference:
@@ -388,27 +331,30 @@ def collect(
         lengths=lengths,
         old=old,
         ref_logp=ref_logp,
-        rewards=torch.tensor([row["reward"] for row in samples], dtype=torch.float64),
-        advantages=torch.tensor([row["advantage"] for row in samples]),
+        problems=torch.tensor(problems),
+        rewards=rewards,
+        advantages=advantages_of(rewards.view(-1, cfg.group_size)).flatten(),
         truncated=torch.tensor([response.truncated for response in responses]),
         seeds=torch.tensor(seeds),
     )
-    return batch, samples
+    return batch, [response.text for response in responses]
 
 
 def sample_and_reward(
-    policy: Policy, task: Task, problems: list[dict], seeds: list[int], cfg: Config
-) -> tuple[list[Response], list[dict]]:
-    """Sample a response to each of `problems` (each problem G times in a row), and reward it.
+    policy: Policy, task: Task, problems: list[int], seeds: list[int], cfg: Config
+) -> tuple[list[Response], torch.Tensor]:
+    """Sample a response to each of `problems`, indices of task.problems, and reward it.
 
-    Returns the responses, and a row of samples.jsonl for each. Every rank must call it. If you call
-    it again, call all_sum before: `gathered` waits only half an hour for another rank's rollout.
+    The members of a group follow each other. Returns the responses and their rewards, (B,) float64.
+    Every rank must call it. If you call it again, such as for dynamic sampling, call all_sum
+    before: `gathered` waits only half an hour for another rank's rollout.
     """
+    asked = [task.problems[index] for index in problems]
     with gathered(policy) as model:
         sampled = sample(
             model,
             task.tokenizer,
-            [problem["prompt_ids"] for problem in problems],
+            [problem["prompt_ids"] for problem in asked],
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
             seed=seeds,
@@ -416,22 +362,24 @@ def sample_and_reward(
             progress="rollout",
         )  # temperature 1, top-p 1
         responses = [response for _, response in sorted(sampled)]  # by the index of the prompt
-    texts = [response.text for response in responses]
-    rewards = reward_all(task.reward, texts, problems)
-    groups = torch.tensor(rewards, dtype=torch.float64)
-    groups = groups.view(len(problems) // cfg.group_size, cfg.group_size)  # (P, G)
+    rewards = reward_all(task.reward, [response.text for response in responses], asked)
+    return responses, torch.tensor(rewards, dtype=torch.float64)
+
+
+def have_advantages(groups: torch.Tensor) -> torch.Tensor:
+    """Whether the rewards of each group differ: groups (P, G) float64 -> (P,) bool.
+
+    0.7 + 0.2 + 0.1 and 0.1 + 0.2 + 0.7 differ by 1e-16. That is no difference.
+    """
+    return groups.amax(dim=1) - groups.amin(dim=1) >= 1e-7
+
+
+def advantages_of(groups: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of rewards: groups (P, G) float64 -> (P, G) float32."""
     # float32 cannot tell rewards of 1e8 and 1e8 + 1 apart. So the whole part of the group's mean is
     # subtracted first, which changes no A.
-    groups = groups - groups.mean(dim=1, keepdim=True).trunc()
-    # 0.7 + 0.2 + 0.1 and 0.1 + 0.2 + 0.7 differ by 1e-16. That is no advantage.
-    groups[groups.amax(dim=1) - groups.amin(dim=1) < 1e-7] = 0.0
-    advantages = group_advantages(groups.float()).flatten().tolist()
-    samples = [
-        {"problem": problem["problem"], "gold": problem["answer"], "response": text}
-        | {"reward": reward, "advantage": advantage}
-        for problem, text, reward, advantage in zip(problems, texts, rewards, advantages)
-    ]
-    return responses, samples
+    small = groups - groups.mean(dim=1, keepdim=True).trunc()
+    return group_advantages(small.float()).masked_fill(~have_advantages(groups)[:, None], 0.0)
 
 
 def batch_indices(step: int, num_problems: int, batch_size: int, seed: int) -> list[int]:
@@ -475,11 +423,9 @@ def logp_and_entropy(
     """
     if policy is None:
         return batch.old
-    if rows is None:
-        rows = torch.ones_like(batch.advantages, dtype=torch.bool)
-    index = rows.nonzero().flatten()  # (N,)
-    some = batch.take(index)  # (N, L)
-    fresh = response_stats(policy, some.ids, some.mask, some.lengths, cfg.tokens_per_micro_batch)
+    index = torch.arange(len(batch.ids)) if rows is None else rows.nonzero().flatten()  # (N,)
+    part = batch.take(index)  # (N, L)
+    fresh = response_stats(policy, part.ids, part.mask, part.lengths, cfg.tokens_per_micro_batch)
     return TokenStats(
         logp=batch.old.logp.index_copy(0, index, fresh.logp),
         entropy=batch.old.entropy.index_copy(0, index, fresh.entropy),
@@ -627,12 +573,12 @@ def keep_high_entropy(batch: Batch, policy: Policy | None, cfg: Config) -> Choic
     return Choice(keep=keep, stats=stats, denominator=batch.mask.sum())
 
 
-def keep_all(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+def justrl(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
     """JustRL: keep every response token."""
     return Choice(keep=batch.mask, stats=batch.old)
 
 
-def mean_of_means(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
+def grpo(batch: Batch, policy: Policy | None, cfg: Config) -> Choice:
     """Sec. 2.2, GRPO: the clipped objective, averaged in each response, then over responses.
 
         J = 1/N sum_i 1/|y_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta k3]
@@ -666,140 +612,13 @@ def kl_term(
 # step, as logp_and_entropy takes it) and the flags. docs/using-the-loss.md adds methods.
 METHODS: dict[str, Callable[[Batch, Policy | None, Config], Choice]] = {
     "stapo": silence_spurious,
-    "justrl": keep_all,
-    "grpo": mean_of_means,
+    "justrl": justrl,
+    "grpo": grpo,
     "20-entropy": keep_high_entropy,
     "full-mask": silence_candidates,
     "high-entropy": silence_high_entropy,
     "random": silence_random,
 }
-
-
-# ============================================================== metrics; docs/reference.md has each
-
-
-def step_metrics(result: StepResult, tau_p: float) -> dict[str, float | None]:
-    """Return the metrics of a step, the same on every rank except the seconds and the memory."""
-    line = entropy_metrics(result.batch) | rollout_metrics(result.batch, tau_p)
-    return line | {
-        **update_metrics(result.mini_batches, result.choices, result.updates),
-        "rollout_seconds": result.collected - result.began,
-        "update_seconds": result.ended - result.collected,
-        "tokens_per_second": line["tokens"] / (result.ended - result.began),
-        "peak_memory_gb": peak_memory_gb(),
-    }
-
-
-@torch.no_grad()
-def ratio_sums(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> dict[str, torch.Tensor]:
-    """Return the sums behind ratio_mean, approx_kl, clip_low and clip_high: 0-dim tensors.
-
-    The sums are over all tokens in mask, silenced tokens included.
-    kl_sum / tokens is the mean of rho - 1 - ln rho, an estimate of KL(pi_old || pi_theta). It grows
-    with every drift. The mean of rho, ratio_sum / tokens, stays 1 if some rho grow and others
-    shrink. clip_low is the number of tokens with A < 0 and rho < 1 - eps_low. clip_high is the
-    number of tokens with A > 0 and rho > 1 + eps_high. There the clipped term has no gradient.
-    """
-    log_rho = (logp - old_logp).masked_fill(~mask, 0.0)  # (B, T)
-    rho = log_rho.exp()  # (B, T)
-    low = (advantages[:, None] < 0) & (rho < 1 - eps_low)  # (B, T)
-    high = (advantages[:, None] > 0) & (rho > 1 + eps_high)  # (B, T)
-    return {
-        "tokens": mask.sum(),
-        "ratio_sum": rho.masked_fill(~mask, 0.0).sum(),
-        "kl_sum": (rho - 1 - log_rho).sum(),
-        "clip_low": (low & mask).sum(),
-        "clip_high": (high & mask).sum(),
-    }
-
-
-def rollout_metrics(batch: Batch, tau_p: float) -> dict[str, float | None]:
-    """Metrics of a step's responses on all ranks, under pi_old. Right is reward > 0."""
-    right = batch.rewards > 0  # (B,)
-    right_tokens = batch.mask & right[:, None]  # (B, L)
-    sums = {
-        "responses": len(right),
-        "right": right.sum(),
-        "low_prob": (right_tokens & (batch.old.logp.exp() < tau_p)).sum(),
-        "right_tokens": right_tokens.sum(),
-        "tokens": batch.mask.sum(),
-        "truncated": batch.truncated.sum(),
-        "reward": batch.rewards.sum(),
-        "zero_advantage": (batch.advantages == 0).sum(),
-    }
-    total = all_sum(sums)
-    responses, right_tokens = total["responses"], total["right_tokens"]
-    return {
-        "reward": total["reward"] / responses,
-        "accuracy": total["right"] / responses,
-        "zero_advantage_fraction": total["zero_advantage"] / responses,
-        "low_prob_fraction": total["low_prob"] / right_tokens if right_tokens else None,
-        "tokens": int(total["tokens"]),
-        "response_length": total["tokens"] / responses,
-        "truncated_fraction": total["truncated"] / responses,
-    }
-
-
-def entropy_metrics(batch: Batch) -> dict[str, float]:
-    """Token entropy in nats over all ranks' responses, under pi_old, and the sampling check."""
-    entropy = all_cat(batch.old.entropy[batch.mask])  # (N,)
-    logp = all_cat(batch.old.logp[batch.mask])  # (N,)
-    shares = torch.tensor([0.5, 0.8, 0.95, 0.99], dtype=torch.float64)
-    p50, p80, p95, p99 = quantile(entropy, shares).tolist()
-    gap, z = sampling_gap(logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
-    return {
-        "entropy_p50": p50,
-        "entropy_p80": p80,
-        "entropy_p95": p95,
-        "entropy_p99": p99,
-        "entropy": float(entropy.double().mean()),
-        "sampling_gap": float(gap),
-        "sampling_z": float(z),
-    }
-
-
-def update_metrics(
-    mini_batches: list[Batch], choices: list[Choice], updates: list[dict[str, float]]
-) -> dict[str, float | None]:
-    """Metrics of a step's updates, over all its mini-batches and ranks."""
-    counts, total = Counter(candidates=0, silenced=0), Counter()
-    for batch, choice in zip(mini_batches, choices, strict=True):
-        counts["tokens"] += int(batch.mask.sum())
-        if choice.candidates is not None:
-            candidates = batch.mask & choice.candidates  # (B, L)
-            counts["candidates"] += int(candidates.sum())
-            counts["silenced"] += int((candidates & (choice.keep == 0)).sum())
-    counts = all_sum(counts)
-    thresholds = [float(choice.tau_h) for choice in choices if choice.tau_h is not None]
-    thresholds = [tau_h for tau_h in thresholds if tau_h > -math.inf]  # -inf: no candidates
-    for sums in updates:
-        total.update(sums)  # adds up the numbers of each key
-    forwarded = total["tokens"]  # without the responses that `update` does not forward
-
-    def per_token(key: str) -> float | None:
-        return total[key] / forwarded if forwarded else None
-
-    return {
-        "candidates": int(counts["candidates"]),
-        "silenced": int(counts["silenced"]),
-        "silenced_fraction": counts["silenced"] / counts["tokens"],
-        "tau_h": sum(thresholds) / len(thresholds) if thresholds else None,
-        "clip_low": per_token("clip_low"),
-        "clip_high": per_token("clip_high"),
-        "ratio_mean": per_token("ratio_sum"),
-        "approx_kl": per_token("kl_sum"),
-        "loss": total["loss"] / len(updates),
-        "grad_norm": total["grad_norm"] / len(updates),
-        "skipped_updates": len(updates) - total["finite"],
-    }
 
 
 # =========================================================================================== flags
@@ -904,6 +723,16 @@ def check_flags(cfg: Config) -> None:
 # ========================================================================================= the run
 
 
+class Task(NamedTuple):
+    """The tokenizer, the problems and the reward of a run, and the benchmarks that evaluate it."""
+
+    tokenizer: Tokenizer
+    problems: list[dict]  # {"problem", "answer", "prompt_ids"}, and "row" with --reward
+    reward: Reward
+    suite: evaluation.Suite
+    data_fingerprint: str  # of the problems
+
+
 def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     """Load all that the flags name except the weights. Raises InputError.
 
@@ -961,10 +790,32 @@ def evaluate_if_due(
     """Evaluate the policy before step 1 and every --eval_every steps, into metrics.jsonl."""
     if run.evaluation_is_due():
         with gathered(policy) as model:
-            scores, rows = evaluation.evaluate(model, task.tokenizer, task.suite, cfg, task.reward)
-        run.end_evaluation(scores, rows)
+            scores, log = evaluation.evaluate(model, task.tokenizer, task.suite, cfg, task.reward)
+        run.end_evaluation(scores, log)
         tracker.send(run.step, {f"eval/{name}": score["mean"] for name, score in scores.items()})
         progress.log(progress.scores_in_words(run.step, scores))
+
+
+def rollout_metrics(batch: Batch, tau_p: float) -> dict[str, float | None]:
+    """Return the metrics of a step's responses under pi_old, over all ranks."""
+    logp, entropy = (all_cat(values[batch.mask]) for values in batch.old)  # (N,) each
+    shares = torch.tensor([0.5, 0.8, 0.95, 0.99], dtype=torch.float64)
+    check = sampling_gap(logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
+    names = "entropy_p50 entropy_p80 entropy_p95 entropy_p99 entropy sampling_gap sampling_z"
+    values = [*quantile(entropy, shares), entropy.double().mean(), *check]
+    return dict(zip(names.split(), map(float, values))) | response_metrics(batch, tau_p)
+
+
+def step_metrics(result: StepResult, tau_p: float) -> dict[str, float | None]:
+    """Return the metrics of a step, the same on every rank except the seconds and the memory."""
+    line = rollout_metrics(result.batch, tau_p)
+    return line | {
+        **update_metrics(result.mini_batches, result.choices, result.updates),
+        "rollout_seconds": result.collected - result.began,
+        "update_seconds": result.ended - result.collected,
+        "tokens_per_second": line["tokens"] / (result.ended - result.began),
+        "peak_memory_gb": peak_memory_gb(),
+    }
 
 
 # A step depends on the weights, AdamW's moments and its number: --resume has nothing else. Whatever
@@ -993,11 +844,12 @@ def train(cfg: Config) -> None:
                 group["lr"] = lr
             result = train_step(policy, reference, optimizer, task, step, cfg)
             line = {"step": step, "lr": lr} | step_metrics(result, cfg.tau_p)
-            run.end_step(line, result.samples[: cfg.log_samples])
+            log = sample_log(result.batch, result.texts, task.problems)
+            run.end_step(line, log[: cfg.log_samples])
             if run.save_is_due():
                 run.save(policy.model, optimizer, task.tokenizer)
             tracker.send(step, line)
-            progress.report_step(line, result.samples[0], cfg.steps)
+            progress.report_step(line, log[0], cfg.steps)
             all_skipped = line["skipped_updates"] == len(result.updates)
             without_update = without_update + 1 if all_skipped else 0
             if without_update == 2:

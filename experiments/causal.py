@@ -18,7 +18,7 @@ from torch import Tensor
 
 import stapo
 from rollout import Policy
-from support.run import parse_flags
+from support.flags import parse_flags
 
 LR = 1e-3
 COLUMNS = {"entropy up": "mean .2f", "tokens in the set": ".1f"}

@@ -12,8 +12,8 @@ import runs
 
 import stapo
 from support.decoding import DRAW_BYTES
+from support.flags import parse_flags
 from support.head import HEAD_CHUNK
-from support.run import parse_flags
 
 
 class Shape(NamedTuple):
@@ -109,4 +109,4 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     rows = [cost(run, *place) for run, places in RUNS.items() for place in places]
-    print(runs.markdown(list(rows[0]), [list(row.values()) for row in rows]))
+    print(runs.markdown([list(rows[0]), *(list(row.values()) for row in rows)]), end="")

@@ -88,7 +88,7 @@ def measure_all(states: list[State], args: argparse.Namespace) -> Lines:
         if not folder.exists():
             runs.note_beginning(folder)
         runs.call(["scripts/credit.py", *words, "--output", folder])
-        tokens = [compact(token) for token in runs.read_rows(folder / "credit.jsonl")]
+        tokens = [compact(token) for token in runs.read_jsonl(folder / "credit.jsonl")]
         made = {"flags": flags, "base": base, **runs.beginning(folder)}
         return {"row": row, "seed": seed, **made, "tokens": tokens}
 
@@ -205,7 +205,7 @@ def pair_table(states: dict, holds: Callable = bool, rules: bool = False) -> str
                 last = verdict(found[3], "worth less", "not distinguishable", "worth more")
                 words += [last.split(",")[0] if drawn else ""]
                 cells[-1] += words if counts else [word and f"({word})" for word in words]
-    return runs.markdown(heading, cells)
+    return runs.markdown([heading, *cells]).rstrip()
 
 
 def mean_of(rows: Lines, key: str) -> str:
@@ -220,7 +220,7 @@ def kind_table(states: dict[str, Lines]) -> str:
         for name, over in names_of(state, rows).items():
             heading, *its = table(rows, lambda *x, over=over: shown(interval(*x, over=over)), ".1f")
             cells += [[f"{name}: {x.removeprefix('as drawn, ')}", *rest] for x, *rest in its]
-    return runs.markdown(["", *heading[1:]], cells)
+    return runs.markdown([["", *heading[1:]], *cells]).rstrip()
 
 
 def report(lines: Lines) -> str:

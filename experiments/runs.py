@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from support import installed  # noqa: E402
+from support.files import markdown, read_jsonl  # noqa: E402
 
 METHODS = {  # the names in the tables
     "STAPO": "stapo",
@@ -179,14 +180,9 @@ def make_all(runs: Sequence[Run], output: Path, jobs: int, model: str) -> None:
 # ---------------------------------------------------------------------------------- reading runs
 
 
-def read_rows(file: Path) -> list[dict]:
-    """The lines of a .jsonl file."""
-    return [json.loads(line) for line in file.open()]
-
-
 def read_metrics(folder: Path) -> list[dict]:
     """A run's metrics of each step."""
-    return [line for line in read_rows(folder / "metrics.jsonl") if "accuracy" in line]
+    return [line for line in read_jsonl(folder / "metrics.jsonl") if "accuracy" in line]
 
 
 def held_out(folder: Path) -> dict[str, float]:
@@ -238,12 +234,6 @@ def minus(mine: Runs, other: Runs, columns: Iterable[str]) -> Runs:
     return found
 
 
-def markdown(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (heading, *rows)]
-    return "\n".join([lines[0], f"|{'---|' * len(heading)}", *lines[1:]])
-
-
 def cell(values: list[float], form: str) -> str:
     """`7.0 ± 0.3`: the mean and its standard error. `form` is a format such as `.1f` or `+.1f`.
 
@@ -270,14 +260,14 @@ def table(columns: dict[str, str], rows: Rows) -> str:
 
     A number that is None in some runs is taken over the others.
     """
-    shown = []
+    shown: list[list[object]] = [["", "n", *columns]]
     for row, runs in [(row, runs) for row, runs in rows.items() if runs]:
         shown.append([row, len(runs)])
         for key, form in columns.items():
             values = [runs[seed][key] for seed in sorted(runs) if runs[seed][key] is not None]
             some = f" ({len(values)} of {len(runs)})" if 0 < len(values) < len(runs) else ""
             shown[-1].append(cell(values, form) + some if values else "never")
-    return markdown(["", "n", *columns], shown)
+    return markdown(shown).rstrip()
 
 
 def p_value(values: Sequence[float]) -> float:
@@ -384,7 +374,7 @@ def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> Non
 
     The tables of all parts are written into a page beside the lines, and those of --only printed.
     """
-    stored = read_rows(args.results) if args.results.exists() else []
+    stored = read_jsonl(args.results)
     lines = sum((by_run(stored) | by_run(made)).values(), [])
     if made:
         args.results.parent.mkdir(parents=True, exist_ok=True)

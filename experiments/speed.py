@@ -26,7 +26,7 @@ import eval as evaluation
 import rollout
 import stapo
 from support import ranks
-from support.run import parse_flags
+from support.flags import parse_flags
 
 SHAPE = {"layers": 28, "hidden": 2048, "vocabulary": 151936, "rows": 128, "new": 512, "steps": 2}
 CUDA = torch.cuda.is_available()

@@ -37,14 +37,13 @@ from torch.nn.functional import pad
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
-from eval import markdown
 from reward import extract_answer, load_reward
 from rollout import Model, Policy, load_policy, sample, stop_ids, to_text
-from support import InputError, progress
-from support import run as files
-from support.decoding import generator, mix_seed
+from support import InputError, files, progress
+from support.files import markdown, read_jsonl
+from support.flags import flag
 from support.models import gathered, weights_of
-from support.run import flag, read_lines
+from support.seeds import generator, mix_seed
 
 CANDIDATES = ("silenced", "kept")
 KINDS = ("rare, as drawn", "likely, as drawn", *CANDIDATES, "rare, wrong")
@@ -169,8 +168,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return a token's row: what is known of it before it is measured, and a placebo."""
     kind, held, step, first, part, choice, i, at = token
-    order = stapo.batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
-    problem = order[(first + i) // cfg.group_size]
+    problem = int(part.problems[i])
     start, ids = int(part.mask[i].nonzero()[0]), part.ids[i, : part.lengths[i]]
     entropy = part.old.entropy[i, at]
     hidden = model.base_model(ids[None, :at].to(model.device), use_cache=False).last_hidden_state
@@ -219,7 +217,7 @@ def load_answered(cfg: Config) -> Callable[[str, dict], bool | None]:
 
 def measure(policy: Policy, task: stapo.Task, rows: list[dict], cfg: Config, file: Path) -> None:
     """Append a line with the rewards of its continuations for each token that has none yet."""
-    done = {line["number"] for line in read_lines(file)}
+    done = {line["number"] for line in read_jsonl(file)}
     with file.open("a") as lines:
         lines.write("\n")  # ends a line that a crash tore
     missing = [number for number in range(len(rows)) if number not in done]
@@ -233,7 +231,7 @@ def measure(policy: Policy, task: stapo.Task, rows: list[dict], cfg: Config, fil
                 rewards = continue_all(model, task, [rows[i] for i in some], name, cfg)
                 for i, each in zip(some, rewards, strict=True):
                     found[i][name] = [int(x) if x == int(x) else x for x in each]
-            files.append_rows(file, list(found.values()))
+            files.append_jsonl(file, list(found.values()))
 
 
 def continue_all(
@@ -352,35 +350,28 @@ def table(rows: list[dict], show: Callable = mean_cell, form: str = ".3f") -> li
 # ---------------------------------------------------------------------------------------------- run
 
 
-def check_folder(folder: Path, task: stapo.Task, cfg: Config) -> str:
-    """Return all that decides the numbers, as text, or raise InputError for files of others."""
-    known = {name: getattr(cfg, name) for name in IDENTITY}
-    for name in ("reward", "answered"):
+def what_decides(task: stapo.Task, cfg: Config) -> dict[str, Any]:
+    """Return all that decides the numbers: {name: value}."""
+    known = {f"--{name}": getattr(cfg, name) for name in IDENTITY}
+    for name in ("--reward", "--answered"):
         file = Path(known[name].rpartition(":")[0])
         known[f"{name}_file"] = files.fingerprint(file.read_text("utf-8")) if known[name] else ""
-    known |= {"model": weights_of(cfg.model), "data": task.data_fingerprint}
-    if not (folder / "flags.json").exists():
-        files.must_be_empty(folder, "name")
-        return json.dumps(known, indent=2)
-    stored = json.loads((folder / "flags.json").read_text("utf-8"))
-    for name in [name for name in known if stored.get(name) != known[name]]:
-        what = f"{folder} holds tokens that were measured with another one"
-        raise InputError(f"--{name}: {what}; name another --output")
-    return json.dumps(known, indent=2)
+    return known | {"--model": weights_of(cfg.model), "--data": task.data_fingerprint}
 
 
 def run(cfg: Config) -> None:
     """Choose tokens, measure them, print and write. Raises InputError."""
     out = Path(cfg.output)
     task, policy = stapo.load_task(cfg), load_policy(cfg.model)
-    made_from = check_folder(out, task, cfg)
+    made_from = what_decides(task, cfg)
+    files.check_made_from(out, made_from, "tokens")
     if not (out / "tokens.jsonl").exists():
         chosen = choose_tokens(policy, task, tokens.next_step(cfg.model), cfg)
-        files.write_whole(out / "flags.json", made_from)
-        files.write_rows(out / "tokens.jsonl", chosen)
-    rows = list(read_lines(out / "tokens.jsonl"))
+        files.write_whole(out / "flags.json", json.dumps({"made_from": made_from}, indent=2))
+        files.write_jsonl(out / "tokens.jsonl", chosen)
+    rows = read_jsonl(out / "tokens.jsonl")
     measure(policy, task, rows, cfg, out / "rewards.jsonl")
-    for line in read_lines(out / "rewards.jsonl"):
+    for line in read_jsonl(out / "rewards.jsonl"):
         rewards = {name: line[name] for name in ("V", "Q", "placebo") if name in line}
         rows[line["number"]] |= {name: fmean(x) for name, x in rewards.items()}
         rows[line["number"]]["rewards"] = rewards
@@ -388,7 +379,7 @@ def run(cfg: Config) -> None:
     files.write_whole(out / "table.md", text)
     for row in rows:
         del row["ids"]  # tokens.jsonl has them
-    files.write_rows(out / "credit.jsonl", rows)
+    files.write_jsonl(out / "credit.jsonl", rows)
     progress.say(f"\n{text}\nresults in {out}")
 
 

@@ -12,7 +12,6 @@
 """
 
 import argparse
-import contextlib
 import csv
 import json
 import math
@@ -26,6 +25,9 @@ from statistics import fmean, stdev
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support.files import read_jsonl
 
 matplotlib.rcParams |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 
@@ -74,15 +76,6 @@ class Group:
     runs: dict[int, Series]  # by seed
 
 
-def read_lines(file: Path) -> list[dict]:
-    """Return the rows of a .jsonl file. A run that goes on can leave a torn line at its end."""
-    rows = []
-    for line in file.read_bytes().split(b"\n") if file.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
-
-
 def read_metrics(run: Path) -> Series:
     """Return the numbers of a run's metrics.jsonl, without nulls.
 
@@ -90,7 +83,7 @@ def read_metrics(run: Path) -> Series:
     reward, ...". Step 0 is the model before training.
     """
     series: Series = defaultdict(dict)
-    for row in read_lines(run / "metrics.jsonl"):
+    for row in read_jsonl(run / "metrics.jsonl"):
         for name, score in (row.pop("eval", None) or {}).items():
             name += f" ({score['problems']} problems)"
             row[f"held-out accuracy, {name}"] = score["mean"] / 100
@@ -208,14 +201,14 @@ def changes(run: Path) -> list[str]:
 
     Only problems of both count. The standard error is that of the mean change of a problem.
     """
-    rows = read_lines(run / "metrics.jsonl")
-    evals = {row["step"]: row["eval"] for row in rows if row.get("eval")}
+    lines = read_jsonl(run / "metrics.jsonl")
+    evals = {line["step"]: line["eval"] for line in lines if line.get("eval")}
     if len(evals) < 2:
         return []
     steps = min(evals), max(evals)
     before, after = defaultdict(list), defaultdict(list)  # (benchmark, problem) -> its responses
     for step, responses in zip(steps, (before, after)):
-        for row in read_lines(run / "evaluations" / f"step_{step:06d}.jsonl"):
+        for row in read_jsonl(run / "evaluations" / f"step_{step:06d}.jsonl"):
             responses[row["benchmark"], row["problem"]].append(100 * row["correct"])
     lines = []
     both = sorted(before.keys() & after.keys())

@@ -30,11 +30,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
-from eval import markdown
 from rollout import Policy, Tokenizer, load_policy, to_text
 from support import InputError, progress, ranks
+from support.checkpoints import checkpoints
+from support.files import folder_name, markdown
+from support.flags import Parser, flags_of_run
+from support.metrics import sample_log
 from support.models import gathered
-from support.run import Parser, checkpoints, flags_of_run
 
 SHOWN, WINDOW = 20, 1_000  # responses on the page, and tokens of each
 BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in a byte-level BPE's pieces
@@ -66,8 +68,7 @@ def parse(
             held |= {"model": str(saved[-1]), "chat_template": "", "output": f"{run}/{folder}"}
     cfg = replace(config(**held | given), method="stapo", eval_every=0)
     stapo.check_flags(cfg)
-    model = re.sub(r"[^\w.]+", "-", cfg.model).strip("-")
-    return replace(cfg, output=cfg.output or f"runs/{name}-{model}")
+    return replace(cfg, output=cfg.output or f"runs/{name}-{folder_name(cfg.model)}")
 
 
 @torch.no_grad()
@@ -94,7 +95,7 @@ def silence(batch: stapo.Batch, cfg: stapo.Config) -> tuple[Tensor, Tensor]:
     return silenced, torch.cat([choice.tau_h.expand(len(choice.keep)) for choice in choices])
 
 
-def right_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[str, Tensor]:
+def positive_tokens(policy: Policy, batch: stapo.Batch, cfg: stapo.Config) -> dict[str, Tensor]:
     """Return all N tokens with A > 0, response after response, as (N,) and (N, 5) tensors.
 
     The gradient norm `norm` is that of Sec. 3.2, Lemma, at rho = 1. It needs no backward pass:
@@ -239,15 +240,15 @@ def run(cfg: stapo.Config) -> None:
     out.mkdir(parents=True, exist_ok=True)  # before hours of sampling
     task, policy = stapo.load_task(cfg), load_policy(cfg.model)
     step = next_step(cfg.model)
-    batch, samples = stapo.collect(policy, None, task, step, cfg)
-    metrics = stapo.rollout_metrics(batch, cfg.tau_p) | stapo.entropy_metrics(batch)
+    batch, texts = stapo.collect(policy, None, task, step, cfg)
+    log, metrics = sample_log(batch, texts, task.problems), stapo.rollout_metrics(batch, cfg.tau_p)
     words = ", ".join(f"{name} {x:.4g}" for name, x in metrics.items() if x is not None)
     progress.say(f"the batch of step {step}: {words}")
     progress.check_sampler(metrics | {"step": step})
-    progress.say(progress.response_in_words(samples[0], step))
+    progress.say(progress.response_in_words(log[0], step))
     if not (batch.advantages > 0).any():
         return progress.say("nothing to draw: no response has A > 0; try a larger --batch_size")
-    t = right_tokens(policy, batch, cfg)
+    t = positive_tokens(policy, batch, cfg)
     count, all_tokens = int(t["silenced"].sum()), int(batch.mask.sum())
     share = percent(count / all_tokens)
     each = t["low_p"].sum() * cfg.mini_batch_size / cfg.batch_size
@@ -260,7 +261,7 @@ def run(cfg: stapo.Config) -> None:
     marked = set(t["row"][t["silenced"]].tolist())
     # row % G is a response's number in its group, so the first responses are of many problems.
     rows = sorted(t["row"].unique().tolist(), key=lambda i: (i not in marked, i % cfg.group_size))
-    described = [describe(t, row, samples[row], task) for row in rows[:SHOWN]]
+    described = [describe(t, row, log[row], task) for row in rows[:SHOWN]]
     what += "\n\nResponses with silenced tokens come first."
     page = responses.page(f"{cfg.model}: right answers, token by token", what, described, cfg.tau_p)
     (out / "responses.html").write_text(page, "utf-8")

@@ -18,10 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import eval as evaluation  # noqa: E402
 import rollout  # noqa: E402
-from eval import Key, Rows  # noqa: E402
+from eval import Rows  # noqa: E402
 from support import InputError, progress, ranks  # noqa: E402
+from support.files import markdown, write_jsonl, write_whole  # noqa: E402
+from support.flags import flag, parse_flags  # noqa: E402
 from support.ranks import rank, world_size  # noqa: E402
-from support.run import flag, parse_flags, read_lines, write_rows, write_whole  # noqa: E402
 
 JUDGE = """You are given a mathematics problem, its reference answer and the end of a solution \
 that somebody wrote. Judge only whether the final answer of that solution says the same as the \
@@ -103,7 +104,7 @@ def verdict_table(rows: Rows) -> str:
         counts.setdefault((key.benchmark, key.decoding), Counter())[row.get("verdict")] += 1
     table = [[*name, *(str(count[word]) for word in VERDICTS)] for name, count in counts.items()]
     header = ["benchmark", "decoding", "CORRECT (changed)", *VERDICTS[1:]]
-    return evaluation.markdown([header, *table])
+    return markdown([header, *table])
 
 
 def run(cfg: VerifyConfig) -> None:
@@ -112,9 +113,7 @@ def run(cfg: VerifyConfig) -> None:
     if not (folder / "scores.json").is_file():
         raise InputError(f"--folder {folder}: holds no results of eval.py (no scores.json)")
     flags = json.loads((folder / "scores.json").read_text("utf-8"))["flags"]
-    rows = {}
-    for row in read_lines(folder / "samples.jsonl"):
-        rows[Key(*(row.pop(name) for name in Key._fields))] = row
+    rows = evaluation.read_responses(folder / "samples.jsonl")
     verdicts = judge(rows, cfg)
     rows = {key: row | verdicts.get(key, {}) for key, row in rows.items()}
     if rank() == 0:
@@ -128,7 +127,7 @@ def run(cfg: VerifyConfig) -> None:
         scores = evaluation.summarize(final)
         text = evaluation.results_table(flags["model"], grader, benchmarks, scores)
         text += f"\n{evaluation.details_table(benchmarks, scores)}\n{verdict_table(rows)}"
-        write_rows(folder / "samples.jsonl", [key._asdict() | row for key, row in rows.items()])
+        write_jsonl(folder / "samples.jsonl", [key._asdict() | row for key, row in rows.items()])
         write_whole(folder / "verified.md", text)
         progress.say(f"\n{text}\nresults in {folder}/verified.md")
 

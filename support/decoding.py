@@ -7,7 +7,6 @@ recorded once and then replayed: see `Decoder`.
 """
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,10 @@ from torch.nn import functional
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import ModelOutput
 
 from support.progress import log
+from support.seeds import uniform
 
 CHECK_EVERY = 8  # decoding steps between two looks at the tokens: a look waits for the GPU
 PREFILL_TOKENS = 16384  # most tokens in a forward over prompts
@@ -46,7 +47,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])  # reports itself empty: a prefill without a mask is causal
         self.longest, self.device, self.dtype = rounded_up(longest, ALIGN), device, dtype
         self.slots = self.capacity = self.visible = 0
-        self.write_index: tuple = ()  # write_to sets it and `visible` before each forward
+        self.write_index: tuple = ()  # `forward` sets it and `visible`, and `update` reads them
         self.keys, self.values = [], []  # a tensor for each layer
 
     def reserve(self, slots: int, length: int) -> None:
@@ -74,12 +75,23 @@ class SlotCache(Cache):
         for states in (*self.keys, *self.values):
             states[target, :, :length] = states[source, :, :length]
 
-    def write_to(self, slots: torch.Tensor, positions: torch.Tensor, visible: int) -> None:
-        """Let the next forward write to slots (B, 1) long at positions (B, T) long.
+    def forward(
+        self,
+        model: Callable,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        visible: int,
+    ) -> ModelOutput:
+        """Forward ids (B, T) long, and put the tokens into slots (B, 1) at positions (B, T) long.
 
-        It attends to the first `visible` positions of slots 0 to B - 1, or if 0, to its own tokens.
+        They attend to the first `visible` positions of slots 0 to B - 1, as far as mask (additive)
+        allows. If visible is 0, they attend to each other.
         """
         self.write_index, self.visible = (slots, slice(None), positions), visible
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
@@ -139,7 +151,11 @@ def decoding_loop(
     """Decode left-padded prompts (N, P) long, `slots` of them at a time; `generate` calls it.
 
     When a response has ended, it yields (index of the prompt, ids of the response, stop id
-    included). record: record steps on CUDA.
+    included). slots, seeds and record (whether to record steps on CUDA) are rollout.py's. No page
+    says what else `generate` hands over. In transformers 5.23 and 5.24 it is the model, the
+    prompts, the next three, and as `inputs` the keywords of the model's forward: attention_mask and
+    position_ids (N, P), logits_to_keep 1, use_cache, and an empty DynamicCache, which is called
+    past_key_values in 5.23 and cache in 5.24.
     """
     # Any other processor would change the distribution that responses are drawn from.
     processors = {type(processor).__name__ for processor in logits_processor}
@@ -155,7 +171,6 @@ def decoding_loop(
     stops, max_new_tokens = set(generation_config.eos_token_id), generation_config.max_new_tokens
     longest = max(len(row.prompt) for row in waiting) + max_new_tokens
     cache = SlotCache(longest, model.device, model.dtype)
-    # `generate` has prepared an empty cache. The argument's name depends on the version.
     inputs = {key: cache if isinstance(value, Cache) else value for key, value in inputs.items()}
     forward = functools.partial(model, **inputs)
 
@@ -189,7 +204,7 @@ def decoding_loop(
                 yield row.prompt_index, response
 
 
-def prefill(forward: Callable, cache: SlotCache, rows: list[Row], first: int) -> None:
+def prefill(model: Callable, cache: SlotCache, rows: list[Row], first: int) -> None:
     """Put the keys and values of the prompts of new rows, rows[first:], into their slots.
 
     A prompt is forwarded once. Other new rows with the same prompt copy its keys and values, also
@@ -214,8 +229,8 @@ def prefill(forward: Callable, cache: SlotCache, rows: list[Row], first: int) ->
             # Attention is causal, so padding on the right needs no mask.
             ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in batch])  # (B, width)
             positions = torch.arange(width, device=cache.device).expand(len(batch), -1)
-            cache.write_to(torch.tensor(slots, device=cache.device)[:, None], positions, visible=0)
-            forward(input_ids=ids.to(cache.device), attention_mask=None, position_ids=positions)
+            slot = torch.tensor(slots, device=cache.device)[:, None]  # (B, 1)
+            cache.forward(model, ids.to(cache.device), slot, positions, mask=None, visible=0)
     if targets:
         cache.copy(sources, targets, length=max(len(rows[slot].prompt) for slot in targets))
 
@@ -236,9 +251,9 @@ class Decoder:
     recordings_work = True  # until one fails: then this process makes no more
 
     def __init__(
-        self, forward: Callable, cache: SlotCache, draw: Callable, slots: int, record: bool
+        self, model: Callable, cache: SlotCache, draw: Callable, slots: int, record: bool
     ) -> None:
-        self.forward, self.cache, self.draw = forward, cache, draw
+        self.model, self.cache, self.draw = model, cache, draw
         # For each slot: its last token, the position of this token, and the seed of its row.
         self.state = torch.zeros(3, slots, 1, dtype=torch.long, device=cache.device)
         self.slot = torch.arange(slots, device=cache.device)[:, None]  # (slots, 1)
@@ -261,41 +276,41 @@ class Decoder:
             tokens.append(self.state[0, : len(rows)].clone())
         return torch.cat(tokens, 1)
 
-    def rounded(self, rows: int, visible: int) -> tuple[int, int]:
+    def rounded(self, num_rows: int, visible: int) -> tuple[int, int]:
         """The pair for a step that needs at least so many, with recordings and without."""
         if not self.on_gpu:
-            return rows, rounded_up(visible, ALIGN)
+            return num_rows, rounded_up(visible, ALIGN)
         slots, capacity = len(self.slot), self.cache.capacity
         part = max(VISIBLE_LEAST, rounded_up(capacity // VISIBLE_PARTS, ALIGN))
-        rows = rounded_up(rows, -(-slots // ROW_PARTS))
-        return min(rows, slots), min(rounded_up(visible, part), capacity)
+        num_rows = rounded_up(num_rows, -(-slots // ROW_PARTS))
+        return min(num_rows, slots), min(rounded_up(visible, part), capacity)
 
-    def run(self, rows: int, visible: int) -> None:
+    def run(self, num_rows: int, visible: int) -> None:
         """Take a step: as it is the first time, recorded the second time, then replayed."""
-        if recording := self.recordings.get((rows, visible)):
+        if recording := self.recordings.get((num_rows, visible)):
             recording.replay()
-        elif self.record and (rows, visible) in self.recordings:
-            self.record_step(rows, visible)
+        elif self.record and (num_rows, visible) in self.recordings:
+            self.record_step(num_rows, visible)
         else:  # before a recording libraries must have loaded the kernels
-            self.step(rows, visible)
-            self.recordings[rows, visible] = None
+            self.step(num_rows, visible)
+            self.recordings[num_rows, visible] = None
 
-    def step(self, rows: int, visible: int) -> None:
+    def step(self, num_rows: int, visible: int) -> None:
         """Forward the last tokens of the first R slots, and write the next ones over them."""
-        token, position, seed = self.state[:, :rows]  # (R, 1) each
+        token, position, seed = self.state[:, :num_rows]  # (R, 1) each
         hidden = torch.arange(visible, device=token.device) > position  # (R, visible)
         mask = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=token.device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
-        self.cache.write_to(self.slot[:rows], position, visible)
-        given = {"attention_mask": mask, "position_ids": position}
-        logits = self.forward(input_ids=token, **given).logits[:, -1].float()  # (R, V)
+        slot = self.slot[:num_rows]  # (R, 1)
+        out = self.cache.forward(self.model, token, slot, position, mask=mask, visible=visible)
+        logits = out.logits[:, -1].float()  # (R, V)
         position += 1
         token.copy_(self.draw(token, logits, uniform(seed, position)))
 
-    def record_step(self, rows: int, visible: int) -> None:
+    def record_step(self, num_rows: int, visible: int) -> None:
         """Take a step, and record it. If that fails, decoding goes on without recordings."""
         before = self.state.clone()
-        self.step(rows, visible)
+        self.step(num_rows, visible)
         after, recording = self.state.clone(), torch.cuda.CUDAGraph()
         try:
             # `graph` changes the current stream, and changes it back unless the recording fails:
@@ -304,12 +319,12 @@ class Decoder:
                 torch.cuda.stream(torch.cuda.current_stream(self.cache.device)),
                 torch.cuda.graph(recording, pool=self.pool, capture_error_mode="thread_local"),
             ):
-                self.step(rows, visible)  # computes nothing
+                self.step(num_rows, visible)  # computes nothing
             self.state.copy_(before)
             recording.replay()
             if not self.state.equal(after):
                 raise RuntimeError("a replay differs from its step")
-            self.recordings[rows, visible] = recording
+            self.recordings[num_rows, visible] = recording
         except RuntimeError as error:
             self.state.copy_(after)
             self.record, self.recordings, Decoder.recordings_work = False, {}, False
@@ -353,41 +368,3 @@ def rows_that_fit(model: Model, length: int, batch_size: int) -> int:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     return max(1, min(batch_size, int(0.8 * free / per_row)))
-
-
-# --------------------------------------------------------------------------------- random numbers
-#
-# Random numbers are functions of a seed and a position: the same on any rank and in any order.
-
-# The constants of SplitMix64's authors. Minus 2^64: torch.long is signed, and has the same bits.
-STEP = 0x9E3779B97F4A7C15 - 2**64
-MIX_1, MIX_2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-
-
-def mix_seed(*parts: object) -> int:
-    """One 63-bit seed from several numbers and names; another part gives an unrelated seed."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def generator(*parts: object) -> torch.Generator:
-    """A torch.Generator on the CPU, with mix_seed(*parts) as its seed."""
-    return torch.Generator().manual_seed(mix_seed(*parts))
-
-
-def shifted_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits as for unsigned numbers. torch's own shift copies the sign into the upper bits."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """A random number in [0, 1), float64, for each seed and position (long, shapes that broadcast).
-
-    SplitMix64: number `position` of the sequence that `seed` starts. torch's 64-bit integers wrap
-    around, which the algorithm needs.
-    """
-    x = seed + position * STEP
-    x = (x ^ shifted_right(x, 30)) * MIX_1
-    x = (x ^ shifted_right(x, 27)) * MIX_2
-    x = x ^ shifted_right(x, 31)
-    return shifted_right(x, 11).double() / 2**53  # 53 bits: what a float64 holds exactly

@@ -29,8 +29,9 @@ class HeadStats(torch.autograd.Function):
 
     HeadStats.apply(hidden, weight, targets, logp_only) takes hidden (N, D), weight (V, D) and
     targets (N,) long. It returns ln p and entropy (nats), (N,) float32 each, with gradients to
-    hidden and weight. With `logp_only` the entropy is None and takes no time. The gradient of the
-    entropy needs a second tensor of a chunk's size (C, V). Temperature 1, full vocabulary.
+    hidden and weight, unless one of them needs none: a frozen head. With `logp_only` the entropy is
+    None and takes no time. The gradient of the entropy needs a second tensor of a chunk's size
+    (C, V). Temperature 1, full vocabulary.
     """
 
     @staticmethod
@@ -56,8 +57,9 @@ class HeadStats(torch.autograd.Function):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         if grad_logp is None:
             grad_logp = torch.zeros_like(lse)
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         for i in range(0, len(targets), ctx.chunk):
             rows = slice(i, i + ctx.chunk)
             grad = float32_logits(hidden[rows], weight)  # (C, V) float32: the logits
@@ -75,10 +77,12 @@ class HeadStats(torch.autograd.Function):
                 grad += of_entropy
                 del of_entropy
             grad = grad.to(hidden.dtype)  # in bfloat16 a copy: the float32 one is freed here
-            grad_hidden[rows] = grad @ weight
-            add_product(grad_weight, grad.T, hidden[rows])
+            if of_hidden:
+                grad_hidden[rows] = grad @ weight
+            if of_weight:
+                add_product(grad_weight, grad.T, hidden[rows])
             del grad  # before the next chunk's exists
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if of_weight else None, None, None
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

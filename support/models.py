@@ -52,6 +52,9 @@ def load_model(
     if info["missing_keys"]:  # transformers draws these at random
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
+    if info["unexpected_keys"]:  # transformers leaves these out: adapters, for example
+        unexpected = ", ".join(sorted(info["unexpected_keys"])[:3])
+        raise InputError(f"{name}: its model has no place for the weights {unexpected}")
     for module in model.modules():
         kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
         if "dynamic" in kind or "longrope" in kind:

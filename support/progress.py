@@ -1,4 +1,4 @@
-"""Progress: a line for each training step, and on a terminal a bar within a step.
+"""What a program says while it works: lines, bars on a terminal, and numbers for trackers.
 
 A log file gets no bars, because it would keep every refresh of a bar. Only rank 0 prints.
 """
@@ -16,6 +16,7 @@ import transformers
 from tqdm import tqdm
 
 from support import installed, ranks
+from support.metrics import right
 from support.ranks import rank
 
 
@@ -126,7 +127,7 @@ def response_in_words(sample: dict, step: int) -> str:
     """Write a row of samples.jsonl as text: the problem, right or wrong, the response."""
     text = sample["response"].strip()
     text = text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
-    verdict = "right" if sample["reward"] > 0 else "wrong"
+    verdict = "right" if right(sample["reward"]) else "wrong"
     verdict += f" (the answer is {sample['gold']})" if sample["gold"] else ""
     return f"--- step {step}, {verdict}: {sample['problem']}\n{text}"
 

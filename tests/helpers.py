@@ -12,8 +12,9 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import stapo
-from rollout import Response, TokenStats, pad_batch
-from support.run import checkpoints
+from rollout import Response, TokenStats
+from support.batch import pad_batch
+from support.checkpoints import checkpoints
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny"
@@ -108,15 +109,21 @@ def padded(rows, mask):
     return torch.zeros(mask.shape, dtype=flat.dtype).masked_scatter(mask, flat)
 
 
+def pad(responses: list[Response]):
+    """ids (B, L), mask (B, L) and lengths (B,) of responses."""
+    return pad_batch([r.prompt_ids for r in responses], [r.ids for r in responses])
+
+
 def to_batch(responses, advantages, old, seeds=None) -> stapo.Batch:
     """A mini-batch of responses: A_i and TokenStats of (T_i,) tensors under pi_old for each."""
-    ids, mask, lengths = pad_batch(responses)
+    ids, mask, lengths = pad(responses)
     return stapo.Batch(
         ids=ids,
         mask=mask,
         lengths=lengths,
         old=TokenStats(*(padded(rows, mask) for rows in zip(*old))),
         ref_logp=None,
+        problems=torch.arange(len(responses)),
         rewards=torch.tensor(advantages).sign().double(),
         advantages=torch.tensor(advantages),
         truncated=torch.zeros(len(responses), dtype=torch.bool),

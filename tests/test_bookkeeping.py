@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import stapo
 from rollout import load_tokenizer
 from support import installed, progress
+from support.checkpoints import checkpoints
 from support.data import load_problems
-from support.run import checkpoints
 
 
 def test_a_run_is_lines_of_metrics_and_samples(tmp_path, capsys):
@@ -48,7 +48,7 @@ def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
     def copied(*args, **options):
         return {name: x.clone() for name, x in get_model_state_dict(*args, **options).items()}
 
-    monkeypatch.setattr("support.run.get_model_state_dict", copied)
+    monkeypatch.setattr("support.checkpoints.get_model_state_dict", copied)
     run(tmp_path / "run", "--steps 5 --save_every 2 --keep_last 2")
     folders = checkpoints(tmp_path / "run")
     assert [folder.name for folder in folders] == ["step_000004", "step_000005"]

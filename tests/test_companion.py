@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FLAGS, ROOT, TINY, example, in_order, lines, read_rows
+from helpers import FLAGS, ROOT, TINY, example, in_order, lines, pad, read_rows
 from ranks import launch
 from reference import by_loop, drawn
 
@@ -20,7 +20,6 @@ from rollout import (
     encode_prompt,
     load_model,
     load_tokenizer,
-    pad_batch,
     sample,
     sampling_gap,
     stop_ids,
@@ -252,7 +251,7 @@ def test_sampler_example(capsys, tiny_model, tokenizer):
     """It sees logits that are shifted by one token: `statistics` with [:, 1:] for [:, :-1]."""
     prompts = [encode_prompt(tokenizer, f"Q: {i}+7-3=?", "") for i in range(64)]
     responses = in_order(sample(tiny_model, tokenizer, prompts, max_new_tokens=60))
-    ids, is_response, _ = pad_batch(responses)
+    ids, is_response, _ = pad(responses)
     right = example("statistics")
     wrong = right.replace("logits[:, :-1]", "logits[:, 1:]")
     for code in (right, wrong):

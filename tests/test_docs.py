@@ -14,7 +14,7 @@ from helpers import ROOT, TINY, example, read_rows, write_rows
 import stapo
 from reward import load_reward
 from support.data import load_problems
-from support.run import parse_flags
+from support.flags import parse_flags
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "experiments" / "README.md"]
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.md"))

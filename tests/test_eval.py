@@ -16,7 +16,7 @@ from ranks import launch
 import eval as evaluation
 from reward import is_correct
 from rollout import INSTRUCTION, Response
-from support.run import read_lines
+from support.files import read_jsonl
 
 
 class Scripted:
@@ -161,9 +161,9 @@ def test_a_kill_costs_no_response_but_a_torn_one(tmp_path, monkeypatch):
     assert codes[2] == -9 and all(codes) and not (parts / "samples.jsonl").exists()
     files = sorted(parts.glob("responses.rank*.jsonl"))
     assert [file.name for file in files] == [f"responses.rank{rank}.jsonl" for rank in range(3)]
-    shares = [{row["problem"] for row in read_lines(file)} for file in files]
+    shares = [{row["problem"] for row in read_jsonl(file)} for file in files]
     assert shares == [{0, 3, 6}, {1, 4}, {2, 5}]  # the samples of a problem share its prefill
-    assert len(list(read_lines(files[2]))) == 12
+    assert len(list(read_jsonl(files[2]))) == 12
     files[0].write_bytes(files[0].read_bytes()[:-9])  # ranks append here again
     there = [line for file in files for line in file.read_text().split("\n") if line[-1:] == "}"]
     assert launch(scripted_rank, 2, tmp_path / "log", parts, many, -1) == [0, 0]

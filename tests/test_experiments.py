@@ -25,7 +25,7 @@ from helpers import ROOT, TINY, check_png, example, read_rows, to_batch
 import stapo
 from reward import load_reward
 from rollout import Response
-from support.run import parse_flags
+from support.flags import parse_flags
 
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
 CLAIMS = (ROOT / "experiments" / "results" / "claims.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 from helpers import TINY, check_png, read_csv, run, write_rows
 
 import stapo
-from support.run import append_rows
+from support.files import append_jsonl
 
 pytest.importorskip("matplotlib", reason="figures.py needs matplotlib")
 import figures  # noqa: E402
@@ -102,7 +102,7 @@ def test_the_change_of_a_score_has_the_error_of_paired_problems(tmp_path, undraw
             for problem, marks in enumerate(right.split())
             for sample, mark in enumerate(marks)
         ]
-        append_rows(run / "evaluations" / f"step_{step:06d}.jsonl", answers)
+        append_jsonl(run / "evaluations" / f"step_{step:06d}.jsonl", answers)
     figures.main([str(run)])
     words = f"{run}: sums +50.00 ± 28.87 points (3 problems), mean reward 0.250 to 0.450, "
     assert capsys.readouterr().out.splitlines()[0] == words + "from step 0 to step 2"

@@ -9,8 +9,8 @@ import transformers
 from helpers import SHAPE, fused_norms
 
 import rollout
+from support.checkpoints import save_checkpoint
 from support.models import fuse_norms
-from support.run import save_checkpoint
 
 
 def test_a_checkpoint_has_the_rotary_positions_that_transformers_4_reads(tmp_path, tokenizer):

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
-from helpers import ROOT, TINY, in_order, read_rows, responses_of
+from helpers import ROOT, TINY, in_order, pad, read_rows, responses_of
 from reference import by_loop, drawn, logit_stats, method_loss, row_logits, row_stats
 from transformers import AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def sampled(tiny_model, tokenizer):
     """
     prompts = [rollout.encode_prompt(tokenizer, f"Q: {i}+7-3=?", "") for i in range(2, 34)]
     responses = in_order(rollout.sample(tiny_model, tokenizer, prompts, max_new_tokens=60))
-    ids, mask, _ = rollout.pad_batch(responses)
+    ids, mask, _ = pad(responses)
     with torch.no_grad():
         logits = torch.cat([row_logits(tiny_model, r) for r in responses]).double()
         stats = rollout.Policy(tiny_model)(ids, mask)
@@ -214,7 +214,7 @@ def test_3_3_algorithm_1_replayed_by_a_plain_second_loop(tmp_path, monkeypatch, 
     cfg = stapo.parse_flags(stapo.Config, "", f"{RUN} {flags} --output {tmp_path}".split())
     stapo.train(cfg)
     lines = read_rows(tmp_path / "metrics.jsonl")
-    collected = [(responses_of(s.batch), [row["reward"] for row in s.samples]) for s in steps]
+    collected = [(responses_of(s.batch), s.batch.rewards.tolist()) for s in steps]
     model, expected = replay(collected, cfg)
     within = {"candidates": 1, "silenced": 1, "lr": 0}
     for line, wanted, (responses, _) in zip(lines, expected, collected, strict=True):

@@ -12,7 +12,7 @@ from helpers import FLAGS, ROOT, TINY, lines, refused, run, weights, write_rows
 from ranks import launch
 
 import stapo
-from support.run import checkpoints
+from support.checkpoints import checkpoints
 
 # A reward to which something happens once, at one of its calls on the last rank.
 OWN = """import os, signal, time

@@ -15,8 +15,8 @@ import rollout
 import stapo
 from rollout import Response, TokenStats
 from stapo import METHODS, Config
-from support.decoding import generator, mix_seed
-from support.run import checkpoints
+from support.checkpoints import checkpoints
+from support.seeds import generator, mix_seed
 
 # ---------------------------------------------------------------------- the update of a mini-batch
 

@@ -252,12 +252,16 @@ def test_responses_fit_in_the_positions():
 
 
 def test_weights_that_cannot_be_trained(random_model, tmp_path):
-    """A missing one, which transformers would draw at random; NaN; no tokenizer beside them."""
+    """One too few, which would be random; one too many, such as an adapter's; NaN; no tokenizer."""
     model = random_model()
     weights = model.state_dict()
     del weights["model.norm.weight"]
     model.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(InputError, match=f"{tmp_path}: .* no weights for model.norm.weight"):
+        load_policy(str(tmp_path))
+    adapted = model.state_dict() | {"model.norm.lora_A.weight": torch.ones(3)}
+    model.save_pretrained(tmp_path, state_dict=adapted)
+    with pytest.raises(InputError, match=f"{tmp_path}: .* weights model.norm.lora_A.weight$"):
         load_policy(str(tmp_path))
     torch.nn.init.constant_(model.model.norm.weight, math.nan)
     model.save_pretrained(tmp_path)
