@@ -29,7 +29,6 @@ Where training departs from the paper, or goes beyond it (docs/reference.md has 
 - An update that is not finite is skipped.
 
 Every rank runs every function. A rank that fails ends its process, and torchrun ends the others.
-
 tests/test_paper.py repeats Algorithm 1 in plain code. tests/test_distributed.py compares ranks.
 """
 
@@ -313,7 +312,8 @@ def collect(
     """
     indices = batch_indices(step, len(task.problems), cfg.batch_size, cfg.seed)
     pairs = rank_rows(cfg.batch_size, cfg.mini_batch_size, cfg.group_size, rank(), world_size())
-    problems = [indices[place] for place, _ in pairs]
+    indices = [indices[place] for place, _ in pairs]  # of the problem of each response
+    problems = [task.problems[index] for index in indices]
     seeds = [mix_seed(cfg.seed, step, place, member) for place, member in pairs]
     responses, rewards = sample_and_reward(policy, task, problems, seeds, cfg)
     prompts = [response.prompt_ids for response in responses]
@@ -331,7 +331,7 @@ def collect(
         lengths=lengths,
         old=old,
         ref_logp=ref_logp,
-        problems=torch.tensor(problems),
+        problems=torch.tensor(indices),
         rewards=rewards,
         advantages=advantages_of(rewards.view(-1, cfg.group_size)).flatten(),
         truncated=torch.tensor([response.truncated for response in responses]),
@@ -341,20 +341,19 @@ def collect(
 
 
 def sample_and_reward(
-    policy: Policy, task: Task, problems: list[int], seeds: list[int], cfg: Config
+    policy: Policy, task: Task, problems: list[dict], seeds: list[int], cfg: Config
 ) -> tuple[list[Response], torch.Tensor]:
-    """Sample a response to each of `problems`, indices of task.problems, and reward it.
+    """Sample a response to each of `problems` (each problem G times in a row), and reward it.
 
-    The members of a group follow each other. Returns the responses and their rewards, (B,) float64.
-    Every rank must call it. If you call it again, such as for dynamic sampling, call all_sum
-    before: `gathered` waits only half an hour for another rank's rollout.
+    Returns the responses and their rewards, (B,) float64. Every rank must call it. If you call it
+    again, such as for dynamic sampling, call all_sum before: `gathered` waits only half an hour for
+    another rank's rollout.
     """
-    asked = [task.problems[index] for index in problems]
     with gathered(policy) as model:
         sampled = sample(
             model,
             task.tokenizer,
-            [problem["prompt_ids"] for problem in asked],
+            [problem["prompt_ids"] for problem in problems],
             max_new_tokens=cfg.max_new_tokens,
             batch_size=cfg.rollout_batch_size,
             seed=seeds,
@@ -362,7 +361,7 @@ def sample_and_reward(
             progress="rollout",
         )  # temperature 1, top-p 1
         responses = [response for _, response in sorted(sampled)]  # by the index of the prompt
-    rewards = reward_all(task.reward, [response.text for response in responses], asked)
+    rewards = reward_all(task.reward, [response.text for response in responses], problems)
     return responses, torch.tensor(rewards, dtype=torch.float64)
 
 
