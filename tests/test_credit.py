@@ -56,12 +56,18 @@ def small(tmp_path):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """{step: batch} of what is collected, and the seeds of all continuations."""
+    """{step: batch} of what is collected, and the seeds of all continuations.
+
+    The problems are not in the order of the data, as with dynamic sampling.
+    """
     batches, seeds, collect, sample = {}, [], stapo.collect, credit.sample
+    order = stapo.batch_indices
 
     def collected(policy, reference, task, step, cfg):
-        batches[step], samples = collect(policy, reference, task, step, cfg)
-        return batches[step], samples
+        with monkeypatch.context() as within:
+            within.setattr(stapo, "batch_indices", lambda *x: [3 - i for i in order(*x)])
+            batches[step], texts = collect(policy, reference, task, step, cfg)
+        return batches[step], texts
 
     def sampled(*args, seed, **options):
         seeds.extend(seed)

@@ -29,9 +29,9 @@ def collected(monkeypatch):
     found, collect = [], stapo.collect
 
     def spy(policy, reference, task, step, cfg):
-        batch, samples = collect(policy, reference, task, step, cfg)
+        batch, texts = collect(policy, reference, task, step, cfg)
         found.append((step, cfg, batch))
-        return batch, samples
+        return batch, texts
 
     monkeypatch.setattr(stapo, "collect", spy)
     return found
