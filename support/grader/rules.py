@@ -11,12 +11,13 @@ class Rule:
 
     row: examples `answer` for `right answer`. Before " | " are those that count because of this
     rule. Behind it are similar ones that do not count. tests/test_reward.py runs them.
-    apply: a function of a few lines, with the arguments of the rule's stage.
+    apply: a function of a few lines, with the arguments of the rule's stage. shown: whether the
+    rule is a row of the table in docs/reference.md.
     """
 
     name: str
     row: str
-    apply: Callable
+    apply: Callable | None = None
     shown: bool = False
 
     def examples(self) -> list[tuple[str, str, bool]]:
@@ -26,8 +27,8 @@ class Rule:
         return [(*pair, counts) for pairs, counts in found for pair in pairs]
 
 
-def kind(name: str, row: str, apply: Callable) -> Rule:
-    """Return a rule that is a row of the table in docs/reference.md."""
+def kind(name: str, row: str, apply: Callable | None = None) -> Rule:
+    """Return a rule that the table shows."""
     return Rule(name, row, apply, shown=True)
 
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from support.grader.forms import FAILURES, Form, Value, same
 from support.grader.latex import NAMES
-from support.grader.rules import Rule, Stage
+from support.grader.rules import Rule, Stage, kind
 
 MAX_BITS = 4_096  # longer powers are floats; 10^1000 is exact
 
@@ -118,8 +118,22 @@ _STOP = _RELATIONS | {"", *") ] } \\} \\rfloor \\rceil , ; ∨ ∧ ∪ ∖ + -".
 _CLOSING = {"(": ")]", "[": ")]", "{": ["}"], "\\{": ["\\}"]}
 _CLOSING |= {"\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "zero": Fraction(0)}
-# What the parser knows by itself. These rules are methods, so that no test runs without them.
-GRAMMAR = Stage("grammar", "An answer is a number, or a form that has parts.")
+# fmt: off
+# What the parser does by itself, so these rules have no functions.
+GRAMMAR = Stage("grammar", "An answer is a number, or a form that has parts.", [
+    kind("intervals, inequalities",
+         r"`x<2` for `(-\infty,2)`. "
+         r'A comma can be "or": `x>-1, x<1` for `x>-1 \text{ or } x<1` | '
+         r"`x>1 \text{ and } x<3` for `(1,3)`, `(0,1]\cup[1,2)` for `(0,2)`"),
+    kind("roots, powers", r"in error: `\sqrt{x^2}` for `x` | "
+         r"`\sqrt[3]{-8}` for `-2`, over 4,096 bits: `4^{2500}` for `2^{5000}`"),
+    kind("decimals", r"`0.5` for `\frac12`. With 12 places, or if irrational, within one part in "
+         r"10^9: `0.235294117647` for `\frac{4}{17}` | "
+         r"`0.3333` for `\frac13`, `3.14159` for `\pi`"),
+    kind("limits, sums, integrals, other notations", "only as spelt in the right answer | "
+         r"`\sum_{k=1}^3k` for `6`, `\lfloor5.5\rfloor` for `5`, `0.\overline{3}` for `\frac13`"),
+])
+# fmt: on
 
 
 class Reader:
@@ -188,10 +202,7 @@ class Reader:
             return right  # 2 + 3 = 5 has the value 5
         return Form("=", [left[0], right], names[0])
 
-    @GRAMMAR.kind("intervals, inequalities")
     def inequality(self, parts: list, names: list[str], operators: list[str]) -> Value:
-        r"""`x<2` for `(-\infty,2)`. A comma can be "or": `x>-1, x<1` for `x>-1 \text{ or } x<1` |
-        `x>1 \text{ and } x<3` for `(1,3)`, `(0,1]\cup[1,2)` for `(0,2)`"""
         if {*operators} <= {">", "≥"}:  # 2 > x is x < 2
             parts, names = parts[::-1], names[::-1]
             operators = ["<" if operator == ">" else "≤" for operator in operators[::-1]]
@@ -235,19 +246,13 @@ class Reader:
             return -1 * self.signed()
         return self.signed() if self.take("+") else self.power()
 
-    @GRAMMAR.kind("roots, powers")
     def power(self) -> Value:
-        r"""in error: `\sqrt{x^2}` for `x` |
-        `\sqrt[3]{-8}` for `-2`, over 4,096 bits: `4^{2500}` for `2^{5000}`"""
         value = self.primary()
         value = self.degree * value if self.take("°") else value
         value = _factorial(value) if self.take("!") else value
         return _power(value, self.signed()) if self.take("^") else value
 
-    @GRAMMAR.kind("decimals")
     def primary(self) -> Value:
-        r"""`0.5` for `\frac12`. With 12 places, or if irrational, within one part in 10^9:
-        `0.235294117647` for `\frac{4}{17}` | `0.3333` for `\frac13`, `3.14159` for `\pi`"""
         token, self.at = self.next, self.at + 1
         if _is_number(token):
             # So many decimals are those of a float that was printed: 0.235294117647059 is 4/17.
@@ -270,10 +275,7 @@ class Reader:
             return self.variable(token)
         raise ValueError(f"unexpected {token}")
 
-    @GRAMMAR.kind("limits, sums, integrals, other notations")
     def group(self, opening: str) -> Value:
-        r"""only as spelt in the right answer |
-        `\sum_{k=1}^3k` for `6`, `\lfloor5.5\rfloor` for `5`, `0.\overline{3}` for `\frac13`"""
         value = self.items(",;" if opening in "([" else ",;∨∧∪")
         if not (closing := self.take(*_CLOSING[opening])):
             raise ValueError(f"an open {opening}")
