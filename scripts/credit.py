@@ -25,7 +25,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any, NamedTuple
@@ -66,10 +66,12 @@ tokens, the one before a right answer is there. In wrong answers it is too low. 
 this, but stand in right answers. The mean of Q - V over all tokens that can be drawn at a place is
 0: where rare tokens hold much of the probability (rare p), their mean may be near 0.
 """
-# Flags that decide which tokens are drawn, and their continuations.
-IDENTITY = (
-    "instruction chat_template reward answered tau_p q quantile_over group_size batch_size seed "
-    "mini_batch_size max_prompt_tokens max_new_tokens drawn tokens controls continuations batches"
+# Flags that change no token and no continuation. The model and the data have fingerprints.
+OTHER_FLAGS = (
+    "model data output resume method eps_low eps_high beta steps lr warmup_steps weight_decay "
+    "grad_clip rollout_batch_size cuda_graphs tokens_per_micro_batch gradient_checkpointing "
+    "threads save_every keep_last log_samples report_to eval_every eval_benchmarks eval_limit "
+    "eval_samples"
 ).split()
 
 
@@ -352,7 +354,7 @@ def table(rows: list[dict], show: Callable = mean_cell, form: str = ".3f") -> li
 
 def what_decides(task: stapo.Task, cfg: Config) -> dict[str, Any]:
     """Return all that decides the numbers: {name: value}."""
-    known = {f"--{name}": getattr(cfg, name) for name in IDENTITY}
+    known = {f"--{name}": value for name, value in asdict(cfg).items() if name not in OTHER_FLAGS}
     for name in ("--reward", "--answered"):
         file = Path(known[name].rpartition(":")[0])
         known[f"{name}_file"] = files.fingerprint(file.read_text("utf-8")) if known[name] else ""
