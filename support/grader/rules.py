@@ -1,5 +1,6 @@
 """What a rule and a stage are. `python -m support.grader` prints the table of all kinds."""
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,9 +28,7 @@ class Rule:
         return [(*pair, counts) for pairs, counts in found for pair in pairs]
 
 
-def kind(name: str, row: str, apply: Callable | None = None) -> Rule:
-    """Return a rule that the table shows."""
-    return Rule(name, row, apply, shown=True)
+kind = functools.partial(Rule, shown=True)  # a rule that the table shows
 
 
 @dataclass(eq=False)
@@ -40,17 +39,17 @@ class Stage:
     after: str
     rules: list[Rule] = field(default_factory=list)
 
-    def rule(self, name: str, new: Callable = Rule) -> Callable:
+    def rule(self, name: str, shown: bool = False) -> Callable:
         """Return a decorator. It adds a function, whose docstring is the row, as the last rule."""
 
         def add(function: Callable) -> Callable:
-            self.rules.append(new(name, " ".join(function.__doc__.split()), function))
+            self.rules.append(Rule(name, " ".join(function.__doc__.split()), function, shown))
             return function
 
         return add
 
     def kind(self, name: str) -> Callable:
-        return self.rule(name, kind)
+        return self.rule(name, shown=True)
 
     def accepts(self, answer, right) -> bool:
         return any(rule.apply(answer, right) for rule in self.rules)
