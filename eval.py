@@ -36,10 +36,11 @@ from support import InputError, progress, ranks
 from support.data import load_problems
 from support.files import (
     append_jsonl,
-    check_made_from,
+    check_same,
     fingerprint,
     folder_name,
     markdown,
+    read_flags,
     read_jsonl,
     write_jsonl,
     write_whole,
@@ -405,15 +406,19 @@ def read_responses(*files: Path) -> Rows:
     return rows
 
 
-def open_folder(folder: Path, made_from: dict[str, Any], cfg: EvalConfig) -> Rows:
+def open_folder(
+    folder: Path, cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite, decodings: dict
+) -> Rows:
     """Return the responses that are in the folder, and write flags.json beside them.
 
-    Raises InputError if they were made from something else, or if the folder is of another kind.
+    Raises InputError if they were made from something else, or if other files are there alone.
     """
+    document, now = read_flags(folder), what_decides(cfg, tokenizer, suite, decodings)
     rows = read_responses(*folder.glob("responses.rank*.jsonl"))
     # A command that was refused has left flags and no responses.
-    stored = check_made_from(folder, made_from if rows else {}, "responses")
-    document = {"flags": asdict(cfg), "made_from": (stored if rows else {}) | made_from}
+    before = document["made_from"] if rows else {}
+    check_same(folder, now | before, now, "responses that were made")  # other benchmarks may come
+    document = {"flags": asdict(cfg), "made_from": before | now}
     write_whole(folder / "flags.json", json.dumps(document, indent=2) + "\n")
     return rows
 
@@ -426,11 +431,8 @@ def run(cfg: EvalConfig) -> None:
     # Whole, because a reward may change the directory.
     folder = Path(cfg.output or f"runs/eval-{folder_name(cfg.model)}").resolve()
     model, tokenizer = load(cfg.model, cfg.chat_template)
-
-    def stored() -> Rows:
-        return open_folder(folder, what_decides(cfg, tokenizer, suite, decodings), cfg)
-
-    rows = on_rank_0(stored)  # before any rank appends
+    # What is stored is read before any rank appends.
+    rows = on_rank_0(lambda: open_folder(folder, cfg, tokenizer, suite, decodings))
     problems = problems_by_key(first_problems(suite, cfg.limit), decodings)
     missing = {key: problem for key, problem in problems.items() if key not in rows}
     file = folder / f"responses.rank{rank()}.jsonl"

@@ -61,19 +61,22 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
 
 
 def check_template(tokenizer: Tokenizer, source: str) -> None:
-    """Raise InputError if a chat template cannot be used. Print a line if it can write the date."""
+    """Raise InputError if a chat template cannot be used. Print a line if it writes the date."""
     problem = "What is 1 + 1?"
     turns = [{"role": "user", "content": problem}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        # A macro takes the place of the function that transformers gives to templates.
+        date = "{% macro strftime_now(format) %}<<date>>{% endmacro %}"
+        options = {"chat_template": date + tokenizer.get_chat_template(), "tokenize": False}
+        text = tokenizer.apply_chat_template(turns, **options)
     except TemplateError as error:
         line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
         raise InputError(f"{source}: no chat template ({line}{error})") from error
     if problem not in text:
         what = "the chat template leaves out the problem"
         raise InputError(f"{source}: {what}; it must write the content of each of `messages`")
-    if "strftime_now" in tokenizer.get_chat_template():  # transformers' function for the date
-        what = "the chat template can write today's date, and then prompts change at midnight"
+    if "<<date>>" in text:
+        what = "the chat template writes today's date, so prompts change at midnight"
         log(f"{source}: {what}. To keep them, give --chat_template FILE with the date written in")
 
 

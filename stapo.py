@@ -331,7 +331,7 @@ def collect(
         lengths=lengths,
         old=old,
         ref_logp=ref_logp,
-        problems=torch.tensor(indices),
+        problem_index=torch.tensor(indices),
         rewards=rewards,
         advantages=advantages_of(rewards.view(-1, cfg.group_size)).flatten(),
         truncated=torch.tensor([response.truncated for response in responses]),
@@ -789,8 +789,8 @@ def evaluate_if_due(
     """Evaluate the policy before step 1 and every --eval_every steps, into metrics.jsonl."""
     if run.evaluation_is_due():
         with gathered(policy) as model:
-            scores, log = evaluation.evaluate(model, task.tokenizer, task.suite, cfg, task.reward)
-        run.end_evaluation(scores, log)
+            scores, rows = evaluation.evaluate(model, task.tokenizer, task.suite, cfg, task.reward)
+        run.end_evaluation(scores, rows)
         tracker.send(run.step, {f"eval/{name}": score["mean"] for name, score in scores.items()})
         progress.log(progress.scores_in_words(run.step, scores))
 
@@ -801,8 +801,8 @@ def rollout_metrics(batch: Batch, tau_p: float) -> dict[str, float | None]:
     shares = torch.tensor([0.5, 0.8, 0.95, 0.99], dtype=torch.float64)
     check = sampling_gap(logp, entropy, torch.ones_like(entropy, dtype=torch.bool))
     names = "entropy_p50 entropy_p80 entropy_p95 entropy_p99 entropy sampling_gap sampling_z"
-    values = [*quantile(entropy, shares), entropy.double().mean(), *check]
-    return dict(zip(names.split(), map(float, values))) | response_metrics(batch, tau_p)
+    values = map(float, [*quantile(entropy, shares), entropy.double().mean(), *check])
+    return dict(zip(names.split(), values, strict=True)) | response_metrics(batch, tau_p)
 
 
 def step_metrics(result: StepResult, tau_p: float) -> dict[str, float | None]:

@@ -88,7 +88,7 @@ def measure_all(states: list[State], args: argparse.Namespace) -> Lines:
         if not folder.exists():
             runs.note_beginning(folder)
         runs.call(["scripts/credit.py", *words, "--output", folder])
-        tokens = [compact(token) for token in runs.read_jsonl(folder / "credit.jsonl")]
+        tokens = [compact(token) for token in runs.read_rows(folder / "credit.jsonl")]
         made = {"flags": flags, "base": base, **runs.beginning(folder)}
         return {"row": row, "seed": seed, **made, "tokens": tokens}
 

@@ -80,7 +80,7 @@ def measure(folder: Path) -> dict[str, float | None]:
     "held out" is the share of right answers, whatever the reward pays.
     """
     lines = runs.read_metrics(folder)
-    rows = runs.read_jsonl(folder / "held-out" / "samples.jsonl")
+    rows = runs.read_rows(folder / "held-out" / "samples.jsonl")
     boxes = [row["answer"] for row in rows if row["decoding"] == "training"]
     entropy = {line["step"]: line["entropy"] for line in lines}
     return {

@@ -44,7 +44,7 @@ def make_base(output: Path, steps: int = 850) -> None:
     """Pre-train the base model on fresh problems; the held-out ones of tests/tiny are left out."""
     rng = random.Random(0)
     torch.manual_seed(0)
-    held_out = {row["problem"] for row in runs.read_jsonl(TINY / "test.jsonl")}
+    held_out = {row["problem"] for row in runs.read_rows(TINY / "test.jsonl")}
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     printable = make_tiny.printable_ids(tokenizer)  # no opening word
     tokenizer.add_tokens([*USEFUL, *GUESSES])
@@ -77,7 +77,7 @@ def measure(folder: Path) -> dict[str, float | None]:
     "held out" counts right answers with any opening.
     """
     lines = runs.read_metrics(folder)
-    samples = runs.read_jsonl(folder / "samples.jsonl")
+    samples = runs.read_rows(folder / "samples.jsonl")
     for line in lines:
         texts = [row["response"] for row in samples if row["step"] == line["step"]]
         line["worked"] = fmean(text.count("=") >= 2 for text in texts)

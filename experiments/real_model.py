@@ -62,12 +62,12 @@ def measure(folder: Path) -> dict[str, float]:
     responses that count as right with one word on both sides, as in "The opposite of far is far".
     """
     lines = runs.read_metrics(folder)
-    samples = runs.read_jsonl(folder / "samples.jsonl")
+    samples = runs.read_rows(folder / "samples.jsonl")
     last = [row for row in samples if row["step"] > len(lines) - 10]
     right = [one_sentence(row["response"], {"answer": row["gold"]}) > 0 for row in last]
     both_sides = re.compile(r"\b(\w+) is (the |a )?\1\b", re.I)
     gamed: dict[str, list[bool]] = {"training": [], "justrl": []}  # by the decoding
-    for row in runs.read_jsonl(folder / "held-out" / "samples.jsonl"):
+    for row in runs.read_rows(folder / "held-out" / "samples.jsonl"):
         gamed[row["decoding"]].append(bool(row["correct"] and both_sides.search(row["response"])))
     first_three, last_ten = mean_of(lines[:3], "entropy"), mean_of(lines[-10:], "entropy")
     return {

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny"
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from support import installed  # noqa: E402
-from support.files import markdown, read_jsonl  # noqa: E402
+from support.files import markdown  # noqa: E402
 
 METHODS = {  # the names in the tables
     "STAPO": "stapo",
@@ -180,9 +180,14 @@ def make_all(runs: Sequence[Run], output: Path, jobs: int, model: str) -> None:
 # ---------------------------------------------------------------------------------- reading runs
 
 
+def read_rows(file: Path) -> list[dict]:
+    """The lines of a .jsonl file. None may be torn: the file of results is written anew."""
+    return [json.loads(line) for line in file.open()]
+
+
 def read_metrics(folder: Path) -> list[dict]:
     """A run's metrics of each step."""
-    return [line for line in read_jsonl(folder / "metrics.jsonl") if "accuracy" in line]
+    return [line for line in read_rows(folder / "metrics.jsonl") if "accuracy" in line]
 
 
 def held_out(folder: Path) -> dict[str, float]:
@@ -374,7 +379,7 @@ def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> Non
 
     The tables of all parts are written into a page beside the lines, and those of --only printed.
     """
-    stored = read_jsonl(args.results)
+    stored = read_rows(args.results) if args.results.exists() else []
     lines = sum((by_run(stored) | by_run(made)).values(), [])
     if made:
         args.results.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,6 @@ import stapo
 from reward import extract_answer, load_reward
 from rollout import Model, Policy, load_policy, sample, stop_ids, to_text
 from support import InputError, files, progress
-from support.files import markdown, read_jsonl
 from support.flags import flag
 from support.models import gathered, weights_of
 from support.seeds import generator, mix_seed
@@ -170,7 +169,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return a token's row: what is known of it before it is measured, and a placebo."""
     kind, held, step, first, part, choice, i, at = token
-    problem = int(part.problems[i])
+    problem = int(part.problem_index[i])
     start, ids = int(part.mask[i].nonzero()[0]), part.ids[i, : part.lengths[i]]
     entropy = part.old.entropy[i, at]
     hidden = model.base_model(ids[None, :at].to(model.device), use_cache=False).last_hidden_state
@@ -219,7 +218,7 @@ def load_answered(cfg: Config) -> Callable[[str, dict], bool | None]:
 
 def measure(policy: Policy, task: stapo.Task, rows: list[dict], cfg: Config, file: Path) -> None:
     """Append a line with the rewards of its continuations for each token that has none yet."""
-    done = {line["number"] for line in read_jsonl(file)}
+    done = {line["number"] for line in files.read_jsonl(file)}
     with file.open("a") as lines:
         lines.write("\n")  # ends a line that a crash tore
     missing = [number for number in range(len(rows)) if number not in done]
@@ -352,32 +351,35 @@ def table(rows: list[dict], show: Callable = mean_cell, form: str = ".3f") -> li
 # ---------------------------------------------------------------------------------------------- run
 
 
-def what_decides(task: stapo.Task, cfg: Config) -> dict[str, Any]:
-    """Return all that decides the numbers: {name: value}."""
-    known = {f"--{name}": value for name, value in asdict(cfg).items() if name not in OTHER_FLAGS}
-    for name in ("--reward", "--answered"):
+def check_folder(folder: Path, task: stapo.Task, cfg: Config) -> str:
+    """Return all that decides the numbers, as text, or raise InputError for files of others."""
+    known = {name: value for name, value in asdict(cfg).items() if name not in OTHER_FLAGS}
+    for name in ("reward", "answered"):
         file = Path(known[name].rpartition(":")[0])
         known[f"{name}_file"] = files.fingerprint(file.read_text("utf-8")) if known[name] else ""
-    return known | {"--model": weights_of(cfg.model), "--data": task.data_fingerprint}
+    known |= {"model": weights_of(cfg.model), "data": task.data_fingerprint}
+    if stored := files.read_flags(folder):
+        before, now = ({f"--{name}": x for name, x in each.items()} for each in (stored, known))
+        files.check_same(folder, before, now, "tokens that were measured")
+    return json.dumps(known, indent=2)
 
 
 def run(cfg: Config) -> None:
     """Choose tokens, measure them, print and write. Raises InputError."""
     out = Path(cfg.output)
     task, policy = stapo.load_task(cfg), load_policy(cfg.model)
-    made_from = what_decides(task, cfg)
-    files.check_made_from(out, made_from, "tokens")
+    made_from = check_folder(out, task, cfg)
     if not (out / "tokens.jsonl").exists():
         chosen = choose_tokens(policy, task, tokens.next_step(cfg.model), cfg)
-        files.write_whole(out / "flags.json", json.dumps({"made_from": made_from}, indent=2))
+        files.write_whole(out / "flags.json", made_from)
         files.write_jsonl(out / "tokens.jsonl", chosen)
-    rows = read_jsonl(out / "tokens.jsonl")
+    rows = files.read_jsonl(out / "tokens.jsonl")
     measure(policy, task, rows, cfg, out / "rewards.jsonl")
-    for line in read_jsonl(out / "rewards.jsonl"):
+    for line in files.read_jsonl(out / "rewards.jsonl"):
         rewards = {name: line[name] for name in ("V", "Q", "placebo") if name in line}
         rows[line["number"]] |= {name: fmean(x) for name, x in rewards.items()}
         rows[line["number"]]["rewards"] = rewards
-    text = f"### {cfg.model}\n\n{markdown(table(rows))}\n{NOTES}"
+    text = f"### {cfg.model}\n\n{files.markdown(table(rows))}\n{NOTES}"
     files.write_whole(out / "table.md", text)
     for row in rows:
         del row["ids"]  # tokens.jsonl has them

@@ -12,6 +12,7 @@
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import math
@@ -25,9 +26,6 @@ from statistics import fmean, stdev
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.files import read_jsonl
 
 matplotlib.rcParams |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 
@@ -74,6 +72,15 @@ class Group:
     label: str
     line: dict  # matplotlib's keywords for the line: colour, style, alpha
     runs: dict[int, Series]  # by seed
+
+
+def read_jsonl(file: Path) -> list[dict]:
+    """support.files has it too, but this script runs beside any versions, and from anywhere."""
+    lines = []
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def read_metrics(run: Path) -> Series:

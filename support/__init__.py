@@ -1,10 +1,12 @@
-"""Helpers of the four programs, a subject to a file. None of them imports one of the four."""
+"""What all files here need: InputError, and the packages in the versions that are tested.
 
-import contextlib
+support/ has a subject to a file. None of its files imports one of the four at the top level.
+"""
+
 import platform
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from packaging.version import Version  # of transformers
@@ -26,6 +28,5 @@ def installed() -> dict[str, str]:
 _FILE = Path(__file__).parent.with_name("requirements.txt")
 # Before anything is imported that only newer versions have.
 for _name, _least in re.findall(r"^(\w+)>=([\d.]+)", _FILE.read_text("utf-8"), re.MULTILINE):
-    with contextlib.suppress(PackageNotFoundError):  # scripts/figures.py needs none of them
-        if Version(version(_name)) < Version(_least):
-            sys.exit(f"{_name} {version(_name)} is too old: pip install -r requirements.txt")
+    if Version(version(_name)) < Version(_least):
+        sys.exit(f"{_name} {version(_name)} is too old: pip install -r requirements.txt")

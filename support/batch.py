@@ -24,7 +24,7 @@ class Batch:
     lengths: torch.Tensor  # (B,) long, tokens of prompt and response
     old: TokenStats  # p and H under pi_old: (B, L) float32 each, 0 outside mask
     ref_logp: torch.Tensor | None  # (B, L) float32 under the reference policy; None: no KL term
-    problems: torch.Tensor  # (B,) long, the index of the problem among those of the run
+    problem_index: torch.Tensor  # (B,) long, of the problem among those of the run
     rewards: torch.Tensor  # (B,) float64, as a reward function returns them
     advantages: torch.Tensor  # (B,) float32
     truncated: torch.Tensor  # (B,) bool, ended by --max_new_tokens

@@ -43,9 +43,14 @@ class SlotCache(Cache):
     earlier response or of padding. The mask of a decoding step hides the garbage.
     """
 
-    def __init__(self, longest: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, longest: int, inputs: dict[str, Any]) -> None:
         super().__init__(layers=[])  # reports itself empty: a prefill without a mask is causal
-        self.longest, self.device, self.dtype = rounded_up(longest, ALIGN), device, dtype
+        self.device, self.dtype = model.device, model.dtype
+        self.longest = rounded_up(longest, ALIGN)
+        # `generate` has made an empty cache. This one takes its place, at each forward: if it held
+        # itself, its memory would stay until Python looks for circles.
+        (self.name,) = [name for name, value in inputs.items() if isinstance(value, Cache)]
+        self.model = functools.partial(model, **inputs)
         self.slots = self.capacity = self.visible = 0
         self.write_index: tuple = ()  # `forward` sets it and `visible`, and `update` reads them
         self.keys, self.values = [], []  # a tensor for each layer
@@ -77,7 +82,6 @@ class SlotCache(Cache):
 
     def forward(
         self,
-        model: Callable,
         ids: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
@@ -91,7 +95,8 @@ class SlotCache(Cache):
         allows. If visible is 0, they attend to each other.
         """
         self.write_index, self.visible = (slots, slice(None), positions), visible
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions)
+        tokens = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        return self.model(**tokens, **{self.name: self})
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
@@ -151,11 +156,11 @@ def decoding_loop(
     """Decode left-padded prompts (N, P) long, `slots` of them at a time; `generate` calls it.
 
     When a response has ended, it yields (index of the prompt, ids of the response, stop id
-    included). slots, seeds and record (whether to record steps on CUDA) are rollout.py's. No page
-    says what else `generate` hands over. In transformers 5.23 and 5.24 it is the model, the
-    prompts, the next three, and as `inputs` the keywords of the model's forward: attention_mask and
-    position_ids (N, P), logits_to_keep 1, use_cache, and an empty DynamicCache, which is called
-    past_key_values in 5.23 and cache in 5.24.
+    included). record: record steps on CUDA. slots, seeds and record come from rollout.py, and the
+    rest from `generate`. Its documentation does not list them. In transformers 5.23 and 5.24
+    `inputs` are keywords of the model's forward: attention_mask and position_ids (N, P),
+    logits_to_keep 1, use_cache True, and an empty DynamicCache, which is called past_key_values in
+    5.23 and cache in 5.24.
     """
     # Any other processor would change the distribution that responses are drawn from.
     processors = {type(processor).__name__ for processor in logits_processor}
@@ -170,15 +175,13 @@ def decoding_loop(
     running: list[Row] = []  # one for each slot
     stops, max_new_tokens = set(generation_config.eos_token_id), generation_config.max_new_tokens
     longest = max(len(row.prompt) for row in waiting) + max_new_tokens
-    cache = SlotCache(longest, model.device, model.dtype)
-    inputs = {key: cache if isinstance(value, Cache) else value for key, value in inputs.items()}
-    forward = functools.partial(model, **inputs)
+    cache = SlotCache(model, longest, inputs)
 
     def draw(token: torch.Tensor, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         greedy = not generation_config.do_sample
         return next_token(logits_processor(token, logits), None if greedy else uniforms)
 
-    decoder = Decoder(forward, cache, draw, min(slots, len(waiting)), record)
+    decoder = Decoder(cache, draw, min(slots, len(waiting)), record)
     while waiting or running:
         # 1. The free slots, which are the last ones, take the next prompts.
         first, free = len(running), slots - len(running)
@@ -186,7 +189,7 @@ def decoding_loop(
         # No row may pass max_new_tokens.
         steps = min(CHECK_EVERY, *(max_new_tokens - len(row.response()) for row in running))
         cache.reserve(len(running), max(len(row.ids) for row in running) + steps)
-        prefill(forward, cache, running, first)
+        prefill(cache, running, first)
         # 2. Every row gets a few tokens.
         tokens = decoder.decode(running, steps).tolist()
         for row, ids in zip(running, tokens, strict=True):
@@ -204,7 +207,7 @@ def decoding_loop(
                 yield row.prompt_index, response
 
 
-def prefill(model: Callable, cache: SlotCache, rows: list[Row], first: int) -> None:
+def prefill(cache: SlotCache, rows: list[Row], first: int) -> None:
     """Put the keys and values of the prompts of new rows, rows[first:], into their slots.
 
     A prompt is forwarded once. Other new rows with the same prompt copy its keys and values, also
@@ -230,7 +233,7 @@ def prefill(model: Callable, cache: SlotCache, rows: list[Row], first: int) -> N
             ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in batch])  # (B, width)
             positions = torch.arange(width, device=cache.device).expand(len(batch), -1)
             slot = torch.tensor(slots, device=cache.device)[:, None]  # (B, 1)
-            cache.forward(model, ids.to(cache.device), slot, positions, mask=None, visible=0)
+            cache.forward(ids.to(cache.device), slot, positions, mask=None, visible=0)
     if targets:
         cache.copy(sources, targets, length=max(len(rows[slot].prompt) for slot in targets))
 
@@ -250,10 +253,8 @@ class Decoder:
 
     recordings_work = True  # until one fails: then this process makes no more
 
-    def __init__(
-        self, model: Callable, cache: SlotCache, draw: Callable, slots: int, record: bool
-    ) -> None:
-        self.model, self.cache, self.draw = model, cache, draw
+    def __init__(self, cache: SlotCache, draw: Callable, slots: int, record: bool) -> None:
+        self.cache, self.draw = cache, draw
         # For each slot: its last token, the position of this token, and the seed of its row.
         self.state = torch.zeros(3, slots, 1, dtype=torch.long, device=cache.device)
         self.slot = torch.arange(slots, device=cache.device)[:, None]  # (slots, 1)
@@ -302,7 +303,7 @@ class Decoder:
         mask = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=token.device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]  # (R, 1, 1, visible)
         slot = self.slot[:num_rows]  # (R, 1)
-        out = self.cache.forward(self.model, token, slot, position, mask=mask, visible=visible)
+        out = self.cache.forward(token, slot, position, mask=mask, visible=visible)
         logits = out.logits[:, -1].float()  # (R, V)
         position += 1
         token.copy_(self.draw(token, logits, uniform(seed, position)))

@@ -1,4 +1,4 @@
-"""Files of every program: .jsonl, written whole or line by line, tables, names and fingerprints."""
+"""Files and folders of results: lines of JSON, tables, names, and what they were made from."""
 
 import contextlib
 import hashlib
@@ -51,22 +51,23 @@ def must_be_empty(folder: Path, hint: str) -> None:
         raise InputError(f"--output {folder}: holds {files[0]}; {hint} an empty directory")
 
 
-def check_made_from(folder: Path, made_from: dict[str, Any], hold: str = "results") -> dict:
-    """Return what the files of a folder were made from, as its flags.json has it: {name: value}.
+def read_flags(folder: Path) -> dict[str, Any]:
+    """Return flags.json of a folder of results, or {} if the folder is empty.
 
-    made_from: what they would be made from now. A folder without flags.json must be empty, and
-    gives {}. Raises InputError if it has other files, or if a value differs. hold: what is there.
+    Raises InputError if it has files and no flags.json.
     """
-    file = folder / "flags.json"
-    if not file.exists():
-        must_be_empty(folder, "name")
-        return {}
-    stored = json.loads(file.read_text("utf-8"))["made_from"]
-    for name, value in made_from.items():
-        if stored.get(name, value) != value:
-            what = f"{folder} holds {hold} that were made with another one"
-            raise InputError(f"{name}: {what}; name another --output")
-    return stored
+    if (folder / "flags.json").exists():
+        return json.loads((folder / "flags.json").read_text("utf-8"))
+    must_be_empty(folder, "name")
+    return {}
+
+
+def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], what: str) -> None:
+    """Raise InputError if `now` differs from `before`, of which `what` in the folder was made."""
+    for name, value in now.items():
+        if name not in before or before[name] != value:
+            hint = "with another one; name another --output"
+            raise InputError(f"{name}: {folder} holds {what} {hint}")
 
 
 def folder_name(model: str) -> str:

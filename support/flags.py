@@ -1,4 +1,4 @@
-"""Flags: fields of a dataclass, read from a command line, from arguments files and from a run."""
+"""Flags: fields of a dataclass, read from command lines, arguments files and runs, and checked."""
 
 import argparse
 import json

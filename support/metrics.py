@@ -1,6 +1,6 @@
-"""What a run writes of a step: metrics over all ranks, and the log of its responses.
+"""Metrics of tensors, when a response is right, and the log of responses.
 
-docs/reference.md says what each metric means.
+docs/reference.md says what each metric means. ratio_sums are of this rank, the others of all.
 """
 
 import math
@@ -116,7 +116,7 @@ def update_metrics(
 
 def sample_log(batch: Batch, texts: list[str], problems: list[dict]) -> list[dict]:
     """Return what samples.jsonl says of each response. problems: those of the run."""
-    columns = (batch.problems, batch.rewards, batch.advantages)
+    columns = (batch.problem_index, batch.rewards, batch.advantages)
     return [
         {"problem": problems[index]["problem"], "gold": problems[index]["answer"]}
         | {"response": text, "reward": reward, "advantage": advantage}

@@ -54,7 +54,8 @@ def load_model(
         raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
     if info["unexpected_keys"]:  # transformers leaves these out: adapters, for example
         unexpected = ", ".join(sorted(info["unexpected_keys"])[:3])
-        raise InputError(f"{name}: its model has no place for the weights {unexpected}")
+        hint = "merge its adapters, or look for a plain copy"
+        raise InputError(f"{name}: its model has no place for the weights {unexpected}; {hint}")
     for module in model.modules():
         kind = str(getattr(module, "rope_type", ""))  # of a dict: a kind for each type of layer
         if "dynamic" in kind or "longrope" in kind:

@@ -1,4 +1,4 @@
-"""Signals that stop a run: they set a flag, which the run looks at after each step."""
+"""Signals that stop a run: they set a flag, and end what a reward has forked."""
 
 import contextlib
 import os

@@ -123,7 +123,7 @@ def to_batch(responses, advantages, old, seeds=None) -> stapo.Batch:
         lengths=lengths,
         old=TokenStats(*(padded(rows, mask) for rows in zip(*old))),
         ref_logp=None,
-        problems=torch.arange(len(responses)),
+        problem_index=torch.arange(len(responses)),
         rewards=torch.tensor(advantages).sign().double(),
         advantages=torch.tensor(advantages),
         truncated=torch.zeros(len(responses), dtype=torch.bool),

@@ -1,7 +1,9 @@
 """Prompts, sampling and scoring: against float64, autograd, and the model's own softmax."""
 
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -184,6 +186,22 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
     assert again[0] == again[1] != again[2]
 
 
+def test_the_cache_is_freed_when_the_sampling_ends(tokenizer, tiny_model, monkeypatch):
+    """Without the garbage collector: on a GPU gradients need this memory next."""
+    caches = []
+
+    class Watched(decoding.SlotCache):
+        def __init__(self, *args):
+            super().__init__(*args)
+            caches.append(weakref.ref(self))
+
+    monkeypatch.setattr(decoding, "SlotCache", Watched)
+    gc.disable()
+    list(sample(tiny_model, tokenizer, [[20], [21]], max_new_tokens=9))
+    gc.enable()
+    assert [cache() for cache in caches] == [None]
+
+
 def test_each_batch_of_plain_generate_has_a_seed_of_its_own(tokenizer):
     model, options = make_family("mistral, windows"), {"max_new_tokens": 9, "batch_size": 2}
     drawn, again = (in_order(sample(model, tokenizer, [[20]] * 4, **options)) for _ in "ab")
@@ -326,7 +344,7 @@ def test_a_template_that_writes_the_date_is_named(tmp_path, capsys):
         file.write_text(text + "Today is {{ day }}. {{ messages[0].content }}")
         prompts.append(rollout.load_tokenizer(str(TINY), str(file)))
     said = capsys.readouterr().err
-    assert said.startswith(f"{file}: the chat template can write today's date")
+    assert said.startswith(f"{file}: the chat template writes today's date")
     assert said.count("\n") == 1
     fixed = prompts[1].decode(encode_prompt(prompts[1], "1+2", ""))
     assert fixed == "Today is 26 Jul 2024. 1+2"

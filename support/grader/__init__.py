@@ -21,7 +21,8 @@ An answer passes all STAGES. Let the answer be $5\frac12 \text{ cm}$, and the ri
 The points are values of the variables. A variable's name decides its three values.
 
 To add a rule, see where its examples still differ: `python -m support.grader ANSWER` prints what
-each rule does to a text. Copy an entry there: a name, a row of examples, a function. Then run
+the rules of signs, words and notations do. Copy an entry: a name, a row of examples, a function.
+A later rule can take what an earlier one has written: see there, too. Then run
 tests/test_reward.py, and if the rule is a kind, put the table that `python -m support.grader`
 prints into docs/reference.md.
 

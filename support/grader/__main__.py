@@ -1,4 +1,4 @@
-r"""Print the table of docs/reference.md, or what the rules make of an answer.
+r"""Print the table of docs/reference.md, or what the rules of reading make of an answer.
 
 python -m support.grader
 python -m support.grader '5\frac12 \text{ cm}'
@@ -11,8 +11,10 @@ from support.grader.compare import TEXT_STAGES, clean, readings
 
 
 def table() -> str:
-    """Return the Markdown table of all rules that are shown, in the order of the stages."""
-    rules = [rule for stage in STAGES for rule in stage.rules if rule.shown]
+    """Return the Markdown table of all rules that are shown: first those of numbers and words."""
+    first = ["grammar", "rounding", "answers", "words"]
+    stages = sorted(STAGES, key=lambda stage: [*first, stage.name].index(stage.name))
+    rules = [rule for stage in stages for rule in stage.rules if rule.shown]
     lines = ["| kind | counts | does not count |", "|---|---|---|"]
     return "\n".join(lines + [f"| {rule.name} | {rule.row} |" for rule in rules])
 

@@ -1,4 +1,7 @@
-"""Two answers are compared: as letters of a choice, expressions, texts and rounded numbers."""
+"""Two answers are compared: as letters of a choice, expressions, texts and rounded numbers.
+
+A docstring below a rule's name has its examples (see Rule.row).
+"""
 
 import contextlib
 import functools

@@ -121,15 +121,15 @@ _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "zero": Fraction(0)}
 # fmt: off
 # What the parser does by itself, so these rules have no functions.
 GRAMMAR = Stage("grammar", "An answer is a number, or a form that has parts.", [
+    kind("decimals", r"`0.5` for `\frac12`. With 12 places, or if irrational, within one part in "
+         r"10^9: `0.235294117647` for `\frac{4}{17}` | "
+         r"`0.3333` for `\frac13`, `3.14159` for `\pi`"),
+    kind("roots, powers", r"in error: `\sqrt{x^2}` for `x` | "
+         r"`\sqrt[3]{-8}` for `-2`, over 4,096 bits: `4^{2500}` for `2^{5000}`"),
     kind("intervals, inequalities",
          r"`x<2` for `(-\infty,2)`. "
          r'A comma can be "or": `x>-1, x<1` for `x>-1 \text{ or } x<1` | '
          r"`x>1 \text{ and } x<3` for `(1,3)`, `(0,1]\cup[1,2)` for `(0,2)`"),
-    kind("roots, powers", r"in error: `\sqrt{x^2}` for `x` | "
-         r"`\sqrt[3]{-8}` for `-2`, over 4,096 bits: `4^{2500}` for `2^{5000}`"),
-    kind("decimals", r"`0.5` for `\frac12`. With 12 places, or if irrational, within one part in "
-         r"10^9: `0.235294117647` for `\frac{4}{17}` | "
-         r"`0.3333` for `\frac13`, `3.14159` for `\pi`"),
     kind("limits, sums, integrals, other notations", "only as spelt in the right answer | "
          r"`\sum_{k=1}^3k` for `6`, `\lfloor5.5\rfloor` for `5`, `0.\overline{3}` for `\frac13`"),
 ])
