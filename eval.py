@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 import rollout
-from reward import Reward, extract_answer, load_reward, reward_all
+from reward import Reward, extract_answer, load_reward, reward_all, unbox
 from rollout import Model, Tokenizer, encode_prompt
 from support import InputError, progress, ranks
 from support.data import load_problems
@@ -138,7 +138,7 @@ def load_benchmarks(names: list[str], samples: int = 0, whole_rows: bool = False
         benchmark = known.get(key, Benchmark(key, key, "", "train", 4))
         own_rows = whole_rows and key not in known
         source = benchmark.hub if name in known else name
-        problems = load_problems(source, benchmark.split, whole_rows=own_rows)
+        problems = load_problems(source, benchmark.split, whole_rows=own_rows, unbox=unbox)
         suite[benchmark._replace(samples=samples or benchmark.samples)] = problems
     return suite
 
@@ -229,7 +229,11 @@ def grade(sampled: Rows, problems: dict[Key, dict], reward: Reward) -> Rows:
     """
     share = list(problems)[rank() :: world_size()]
     texts = [sampled[key]["response"] for key in share]
-    mine = reward_all(reward, texts, [problems[key] for key in share])
+    infos = [
+        {"tokens": sampled[key]["length"], "truncated": sampled[key]["truncated"]} for key in share
+    ]
+    asked = [problems[key] for key in share]
+    mine = ranks.together(lambda: reward_all(reward, texts, asked, infos))
     values = all_rows(dict(zip(share, mine)))
     rows = {}
     for key, problem in problems.items():
@@ -367,21 +371,6 @@ def load(name: str, chat_template: str = "") -> tuple[Model, Tokenizer]:
     return rollout.load_model(name, dtype, device), rollout.load_tokenizer(name, chat_template)
 
 
-def defaults_of_run(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the instruction, the reward and the length of the run that a checkpoint is from.
-
-    The checkpoint is RUN/checkpoints/step_N. Its run's flags are in RUN/config.json.
-    """
-    file = Path(given["model"], "..", "..", "config.json")
-    stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    names = {"instruction", "reward", "max_new_tokens"} & (stored.keys() - given.keys())
-    if taken := {name: stored[name] for name in sorted(names)}:
-        words = " ".join(f"--{name}={value!r}" for name, value in taken.items())
-        hint = "a base model needs the same, and its template"
-        progress.log(f"eval.py: {words}, as in its run ({file.resolve()}); {hint}")
-    return taken
-
-
 def what_decides(cfg: EvalConfig, tokenizer: Tokenizer, suite: Suite, decodings: dict) -> dict:
     """Return what responses are made from: {name: value}. Equal values give equal responses."""
     made_from = {
@@ -458,7 +447,7 @@ def run(cfg: EvalConfig) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     with ranks.session("eval.py"):
-        cfg = parse_flags(EvalConfig, __doc__.split("\n")[0], argv, defaults=defaults_of_run)
+        cfg = parse_flags(EvalConfig, __doc__.split("\n")[0], argv, program="eval.py")
         progress.quiet_libraries()
         progress.report_environment()
         try:

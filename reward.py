@@ -7,19 +7,24 @@ The final answer is the content of the last \boxed{...}. support/grader decides 
 answers are equal. load_reward loads a reward of your own.
 """
 
+import asyncio
+import copy
 import importlib.util
+import inspect
 import numbers
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from support import InputError
 from support.grader import math_equal, rounds_to
-from support.progress import track
+from support.progress import one_line, track
 
-Reward = Callable[[str, dict], float]  # of a response's text and its problem
+# Of a response's text, its problem, and what else is known of it (OwnReward).
+Reward = Callable[[str, dict, dict | None], float]
 
 # extract_answer searches this many characters after the start of the last box, and half as many
 # before it: an earlier box counts if the last one is not closed. It is more than 20,480 tokens are.
@@ -67,10 +72,13 @@ def is_correct(response: str, gold: str) -> bool:
 
     It never raises, never runs text as code, and takes bounded time.
     """
-    answer = extract_answer(response)
-    gold = str(gold)
-    gold = extract_answer(gold) or gold
+    answer, gold = extract_answer(response), unbox(str(gold))
     return bool(answer) and (math_equal(answer, gold) or rounds_to(answer, gold))
+
+
+def unbox(gold: str) -> str:
+    """Return what is in the box of a right answer, or the right answer if it has none."""
+    return extract_answer(gold) or gold
 
 
 def math_reward(response: str, gold: str) -> float:
@@ -82,15 +90,11 @@ def load_reward(spec: str = "") -> Reward:
     """Return the reward of training and evaluation: a function of a response's text and a problem.
 
     spec: the value of --reward. If it is empty, the reward is math_reward with problem["answer"].
-    With FILE.py:FUNCTION, the reward is your own FUNCTION(text, row), which returns a number. The
-    row is problem["row"], the problem's row of the data file with all its columns. A problem
-    without "row" keeps math_reward. FILE.py may import modules from its own folder.
-
-    Raises InputError if there is no such file or function. The returned function raises it if your
-    function fails or returns no number that float32 can hold.
+    With FILE.py:FUNCTION, it is an OwnReward. FILE.py may import modules from its own folder.
+    Raises InputError if there is no such file or function.
     """
     if not spec:
-        return lambda text, problem: math_reward(text, problem["answer"])
+        return lambda text, problem, info=None: math_reward(text, problem["answer"])
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
         raise InputError(f"--reward {spec}: {file or spec} is no Python file (FILE.py:FUNCTION)")
@@ -106,24 +110,93 @@ def load_reward(spec: str = "") -> Reward:
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"--reward {spec}: {file} has no function {name}")
+    return OwnReward(spec, function)
 
-    def reward(text: str, problem: dict) -> float:
+
+class OwnReward:
+    """A reward of your own: FUNCTION(text, row), also an `async def`, returns a number.
+
+    The row is a copy of problem["row"], the problem's row of the data file with all its columns. A
+    problem without "row" keeps math_reward. If FUNCTION has a further parameter named info, it gets
+    {"tokens": tokens of the response with its stop id, "truncated": bool} there.
+    """
+
+    def __init__(self, spec: str, function: Callable):
+        self.spec, self.function = spec, function
+        self.wants_info = "info" in list(inspect.signature(function).parameters)[2:]
+        kinds = function, function.__call__  # a function, or an object
+        # One event loop for all calls, because a client of a judge cannot move to another.
+        self.runner = asyncio.Runner() if any(map(inspect.iscoroutinefunction, kinds)) else None
+
+    def __call__(self, text: str, problem: dict, info: dict | None = None) -> float:
+        """Return the reward. Raises InputError if FUNCTION fails or returns no finite number."""
+        if "row" not in problem:
+            return math_reward(text, problem["answer"])
+        if self.runner:
+            return self.runner.run(self.later(text, problem, info))
+        try:
+            value = self.call(text, problem, info)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # exit() and time limits raise no Exception
+            raise self.failure(error, problem) from error
+        return self.number(value, problem)
+
+    async def later(self, text: str, problem: dict, info: dict | None) -> float:
+        """Return the reward of an `async def`."""
         if "row" not in problem:
             return math_reward(text, problem["answer"])
         try:
-            value = function(text, dict(problem["row"]))  # others need the row, too
-        except (Exception, SystemExit) as error:  # also exit() in code that the function runs
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{frame.filename}, line {frame.lineno}"
-            raise InputError(f"--reward {spec}: {error!r} at {where}") from error
+            value = await self.call(text, problem, info)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # another call has failed, or Ctrl-C
+            raise self.failure(error, problem) from error
+        return self.number(value, problem)
+
+    def call(self, text: str, problem: dict, info: dict | None) -> Any:
+        more = {"info": info or {"tokens": 0, "truncated": False}} if self.wants_info else {}
+        return self.function(text, copy.deepcopy(problem["row"]), **more)
+
+    def failure(self, error: BaseException, problem: dict) -> InputError:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"row {one_line(repr(problem['row']))}, {frame.filename}, line {frame.lineno}"
+        return InputError(f"--reward {self.spec}: {error!r} at {where}")
+
+    def number(self, value: Any, problem: dict) -> float:
         if not isinstance(value, numbers.Real) or not abs(value) < 3.4e38:  # float32; no for NaN
-            raise InputError(f"--reward {spec}: returned {value!r}, which is no finite number")
+            what = f"returned {value!r}, which is no finite number"
+            what += " (write an `async def`)" if inspect.iscoroutine(value) else ""
+            row = one_line(repr(problem["row"]))
+            raise InputError(f"--reward {self.spec}: {what}, for row {row}")
         return float(value)
 
-    return reward
+    async def all_later(self, calls: list[tuple]) -> list[float]:
+        """Return the rewards of many calls, of which 64 wait for their result at a time."""
+        places = asyncio.Semaphore(64)
+
+        async def one(call: tuple) -> float:
+            async with places:
+                value = await self.later(*call)
+            bar.update()
+            return value
+
+        with track(calls, "rewards") as bar:
+            async with asyncio.TaskGroup() as group:  # if one fails, the others are cancelled
+                tasks = [group.create_task(one(call)) for call in calls]
+        return [task.result() for task in tasks]
 
 
-def reward_all(reward: Reward, texts: Iterable[str], problems: list[dict]) -> list[float]:
-    """Reward responses, with a progress bar. problems: the problem of each response."""
-    pairs = zip(texts, track(problems, "rewards"), strict=True)
-    return [reward(text, problem) for text, problem in pairs]
+def reward_all(
+    reward: Reward, texts: list[str], problems: list[dict], infos: list[dict]
+) -> list[float]:
+    """Reward responses, with a progress bar. problems, infos (see OwnReward): of each response."""
+    calls = list(zip(texts, problems, infos, strict=True))
+    if not isinstance(reward, OwnReward) or not reward.runner:
+        return [reward(*call) for call in track(calls, "rewards")]
+    try:
+        return reward.runner.run(reward.all_later(calls))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group

@@ -10,6 +10,8 @@
 """
 
 import functools
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,7 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
     """Load the tokenizer of a Hub id or a local folder, with a pad token. Raises InputError.
 
     chat_template: "" keeps the tokenizer's own, "none" removes it, anything else is a file with a
-    template.
+    template, or a JSON file with a `chat_template`.
     """
     tokenizer = load_pretrained(AutoTokenizer, "tokenizer", name)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made from config.json alone
@@ -48,20 +50,40 @@ def load_tokenizer(name: str, chat_template: str = "") -> Tokenizer:
     if chat_template == "none":
         tokenizer.chat_template = None
     elif chat_template:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--chat_template {chat_template}: no text there ({error})") from error
+        tokenizer.chat_template = read_template(chat_template)
     if tokenizer.chat_template:
-        check_template(tokenizer, chat_template or name)
+        check_template(tokenizer, name, chat_template)
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any id will do.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
-def check_template(tokenizer: Tokenizer, source: str) -> None:
-    """Raise InputError if a chat template cannot be used. Print a line if it writes the date."""
+def read_template(file: str) -> str:
+    """Read a chat template, or the one in a tokenizer_config.json. Raises InputError."""
+    try:
+        text = Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--chat_template {file}: no text there ({error})") from error
+    try:
+        stored = json.loads(text)
+    except ValueError:  # Jinja begins {% or {{
+        return text
+    template = stored.get("chat_template") if isinstance(stored, dict) else None
+    if isinstance(template, list):  # several templates, each with its name
+        named = {each.get("name"): each for each in template if isinstance(each, dict)}
+        template = named.get("default", {}).get("template")
+    if not isinstance(template, str):
+        raise InputError(f"--chat_template {file}: its JSON has no chat_template")
+    return template
+
+
+def check_template(tokenizer: Tokenizer, name: str, file: str) -> None:
+    """Raise InputError if a chat template cannot be used. Print a line if it writes the date.
+
+    It is that of the model `name`, or of a file.
+    """
+    source = file or name
     problem = "What is 1 + 1?"
     turns = [{"role": "user", "content": problem}]
     try:
@@ -75,6 +97,9 @@ def check_template(tokenizer: Tokenizer, source: str) -> None:
     if problem not in text:
         what = "the chat template leaves out the problem"
         raise InputError(f"{source}: {what}; it must write the content of each of `messages`")
+    if file and re.search(rf">\\n|\\n<|\\n\Z|\\n{re.escape(problem)}", text):
+        what = r"the chat template writes \n as two characters, as in JSON"
+        raise InputError(f"{source}: {what}; give the JSON file, or write line ends")
     if "<<date>>" in text:
         what = "the chat template writes today's date, so prompts change at midnight"
         log(f"{source}: {what}. To keep them, give --chat_template FILE with the date written in")

@@ -49,7 +49,7 @@ import torch
 from torch.optim import Optimizer
 
 import eval as evaluation
-from reward import Reward, load_reward, reward_all
+from reward import Reward, load_reward, reward_all, unbox
 from rollout import (
     INSTRUCTION,
     Policy,
@@ -345,9 +345,8 @@ def sample_and_reward(
 ) -> tuple[list[Response], torch.Tensor]:
     """Sample a response to each of `problems` (each problem G times in a row), and reward it.
 
-    Returns the responses and their rewards, (B,) float64. Every rank must call it. If you call it
-    again, such as for dynamic sampling, call all_sum before: `gathered` waits only half an hour for
-    another rank's rollout.
+    Returns the responses and their rewards, (B,) float64. Every rank must call it. Raises
+    InputError on every rank if a reward of your own fails on one.
     """
     with gathered(policy) as model:
         sampled = sample(
@@ -361,7 +360,9 @@ def sample_and_reward(
             progress="rollout",
         )  # temperature 1, top-p 1
         responses = [response for _, response in sorted(sampled)]  # by the index of the prompt
-    rewards = reward_all(task.reward, [response.text for response in responses], problems)
+    texts = [response.text for response in responses]
+    infos = [{"tokens": len(each.ids), "truncated": each.truncated} for each in responses]
+    rewards = ranks.together(lambda: reward_all(task.reward, texts, problems, infos))
     return responses, torch.tensor(rewards, dtype=torch.float64)
 
 
@@ -642,8 +643,8 @@ class Config:
     )
     reward: str = flag(
         "",
-        "FILE.py:FUNCTION(response, row) -> float; empty: this project's grader of mathematics "
-        "(paper: DAPO's rule, scripts/rewards.py:dapo)",
+        "FILE.py:FUNCTION(response, row) -> float, or an async def; empty: this project's grader "
+        "of mathematics (paper: DAPO's rule, scripts/rewards.py:dapo)",
     )
     output: str = flag("", "directory of the run; empty: a new one under runs/")
     resume: str = flag("", "directory of a run to continue; flags beside it win")
@@ -704,8 +705,9 @@ def check_flags(cfg: Config) -> None:
             raise InputError(f"--{name} {getattr(cfg, name)}: {why}")
 
     need("method", cfg.method in METHODS, f"not one of {', '.join(METHODS)}")
-    tracker = not cfg.report_to or importlib.util.find_spec(cfg.report_to)
-    need("report_to", tracker, f"not installed; pip install {cfg.report_to}")
+    found = not cfg.report_to or importlib.util.find_spec(cfg.report_to)
+    found = getattr(found, "origin", found)  # None of a folder wandb/ that wandb has left here
+    need("report_to", found, f"not installed; pip install {cfg.report_to}")
     need("q", 0 <= cfg.q <= 1, "a quantile is between 0 and 1")
     need("group_size", cfg.group_size >= 2, "an advantage needs at least 2 responses")
     need("grad_clip", cfg.grad_clip > 0, "must be above 0 (inf: no clipping)")
@@ -745,7 +747,7 @@ def load_task(cfg: Config, checkpoint: Path | None = None) -> Task:
     benchmarks = cfg.eval_benchmarks if cfg.eval_every else []
     suite = evaluation.load_benchmarks(benchmarks, cfg.eval_samples, whole_rows)
     suite = evaluation.first_problems(suite, cfg.eval_limit)
-    problems = load_problems(cfg.data, whole_rows=whole_rows)
+    problems = load_problems(cfg.data, whole_rows=whole_rows, unbox=unbox)
     for problem in progress.track(problems, "encoding prompts"):
         problem["prompt_ids"] = encode_prompt(tokenizer, problem["problem"], cfg.instruction)
     kept = [p for p in problems if 0 < len(p["prompt_ids"]) <= cfg.max_prompt_tokens]
@@ -830,32 +832,38 @@ def train(cfg: Config) -> None:
     run = RunFolder(ranks.broadcast(output), cfg)
     task = load_task(cfg, run.checkpoint)
     policy, optimizer, reference = load_models(cfg, task.tokenizer, run.checkpoint)
-    run.begin(task.data_fingerprint)
+    run.compare(task.data_fingerprint)
+    # A tracker that misses its key ends the program: nothing is written yet.
     tracker = progress.Tracker(cfg.report_to, run.path, run.id, run.step, asdict(cfg))
+    run.begin()
     without_update = 0  # steps in a row
     with StopSignals() as stop:
-        evaluate_if_due(run, policy, task, cfg, tracker)  # before step 1, or left out by a stop
-        for step in range(run.step + 1, cfg.steps + 1):
-            if stop.asked():
-                break
-            lr = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            result = train_step(policy, reference, optimizer, task, step, cfg)
-            line = {"step": step, "lr": lr} | step_metrics(result, cfg.tau_p)
-            log = sample_log(result.batch, result.texts, task.problems)
-            run.end_step(line, log[: cfg.log_samples])
-            if run.save_is_due():
-                run.save(policy.model, optimizer, task.tokenizer)
-            tracker.send(step, line)
-            progress.report_step(line, log[0], cfg.steps)
-            all_skipped = line["skipped_updates"] == len(result.updates)
-            without_update = without_update + 1 if all_skipped else 0
-            if without_update == 2:
-                run.save(policy.model, optimizer, task.tokenizer)
-                raise InputError(f"step {step}: no update of two steps in a row was finite")
-            if not stop.asked():
-                evaluate_if_due(run, policy, task, cfg, tracker)
+        try:
+            evaluate_if_due(run, policy, task, cfg, tracker)  # before step 1, or left out by a stop
+            for step in range(run.step + 1, cfg.steps + 1):
+                if stop.asked():
+                    break
+                lr = cfg.lr * min(1, step / max(1, cfg.warmup_steps))
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                result = train_step(policy, reference, optimizer, task, step, cfg)
+                line = {"step": step, "lr": lr} | step_metrics(result, cfg.tau_p)
+                log = sample_log(result.batch, result.texts, task.problems)
+                run.end_step(line, log[: cfg.log_samples])
+                if run.save_is_due():
+                    run.save(policy.model, optimizer, task.tokenizer)
+                tracker.send(step, line)
+                progress.report_step(line, log[0], cfg.steps)
+                all_skipped = line["skipped_updates"] == len(result.updates)
+                without_update = without_update + 1 if all_skipped else 0
+                if without_update == 2:
+                    raise InputError(f"step {step}: no update of two steps in a row was finite")
+                if not stop.asked():
+                    evaluate_if_due(run, policy, task, cfg, tracker)
+        except InputError:  # of a reward, or after a whole step: the weights are those of run.step
+            run.save(policy.model, optimizer, task.tokenizer)
+            progress.report_run(run.lines(), cfg.steps, output, stopped=True)
+            raise
         run.save(policy.model, optimizer, task.tokenizer)
     tracker.finish()
     stopped = run.step < cfg.steps or run.evaluation_is_due()

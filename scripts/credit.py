@@ -37,7 +37,7 @@ from torch.nn.functional import pad
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
-from reward import extract_answer, load_reward
+from reward import extract_answer, load_reward, reward_all
 from rollout import Model, Policy, load_policy, sample, stop_ids, to_text
 from support import InputError, files, progress
 from support.flags import flag
@@ -263,11 +263,12 @@ def continue_all(
     for number, response in sample(model, task.tokenizer, prompts, max_new_tokens=longest, **how):
         i, ids, budget = waiting[number]
         texts[i].append(ids + response.ids[:budget])
-    rewards = []
-    for row, each in zip(rows, texts, strict=True):
-        words = [to_text(task.tokenizer, ids[row["start"] :], skip_special=True) for ids in each]
-        rewards.append([task.reward(text, task.problems[row["problem"]]) for text in words])
-    return rewards
+    flat = [(row, ids[row["start"] :]) for row, each in zip(rows, texts) for ids in each]
+    words = [to_text(task.tokenizer, ids, skip_special=True) for _, ids in flat]
+    infos = [{"tokens": len(ids), "truncated": ids[-1] not in stops} for _, ids in flat]
+    problems = [task.problems[row["problem"]] for row, _ in flat]
+    rewards = iter(reward_all(task.reward, words, problems, infos))
+    return [[next(rewards) for _ in each] for each in texts]
 
 
 # ---------------------------------------------------------------------------------------- the table

@@ -34,7 +34,7 @@ from rollout import Policy, Tokenizer, load_policy, to_text
 from support import InputError, progress, ranks
 from support.checkpoints import checkpoints
 from support.files import folder_name, markdown
-from support.flags import Parser, flags_of_run
+from support.flags import Parser, flags_of_model, flags_of_run
 from support.metrics import sample_log
 from support.models import gathered
 
@@ -55,7 +55,8 @@ def parse(
     parser = Parser(config, description=about.split("\n")[0], fromfile_prefix_chars="@")
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run, or a checkpoint of a run")
     given, path = parser.given(argv), parser.parse_args(argv).run
-    held, folder = {}, "figures" if name == "tokens" else name
+    folder = "figures" if name == "tokens" else name
+    held = {} if path else flags_of_model(given, f"{name}.py")
     if path:
         is_checkpoint = Path(path).parent.name == "checkpoints"
         run = Path(path).parent.parent if is_checkpoint else Path(path)

@@ -1,6 +1,7 @@
 """Checkpoints: folders with the model, its tokenizer and the optimiser's moments."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import ranks
+from support.progress import log
 from support.ranks import on_rank_0
 
 # A single process saves checkpoints too.
@@ -25,6 +27,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 def checkpoints(run: Path) -> list[Path]:
     """List the complete checkpoints of a run, oldest first. step_000020_copy is none of them."""
     return sorted(run.glob("checkpoints/step_" + "[0-9]" * 6))
+
+
+def delete(folder: Path) -> None:
+    """Delete a checkpoint, or say why not. What is left of it has another name."""
+    try:
+        left = folder.rename(folder.with_suffix(".deleted"))
+        shutil.rmtree(left)
+    except OSError as error:
+        log(f"{folder}: cannot be deleted ({error})")
 
 
 def save_checkpoint(folder: Path, model: Model, optimizer: Optimizer, tokenizer: Tokenizer) -> None:

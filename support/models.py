@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 
 from support import InputError, ranks
+from support.checkpoints import checkpoints
 from support.head import float32_logits, use_float32_head
 
 # Classes of transformers with the formula of torch's RMSNorm: x / sqrt(mean(x^2) + epsilon) *
@@ -37,10 +38,12 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     """kind.from_pretrained(name, **options); raises InputError in place of the Hub's own errors."""
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # attn_implementation can need a package
         reason = shorten(str(error), 700)  # a gated model's error says where to log in
         hint = "give a Hub id, a model's folder, or a run's checkpoint"
-        raise InputError(f"{name}: no {what} there, {hint} ({reason})") from error
+        newest = max(checkpoints(Path(name)), default=None)
+        of_run = f"; the newest checkpoint of this run is {newest}" if newest else ""
+        raise InputError(f"{name}: no {what} there, {hint} ({reason}){of_run}") from error
 
 
 def load_model(
@@ -52,8 +55,9 @@ def load_model(
     if info["missing_keys"]:  # transformers draws these at random
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise InputError(f"{name}: has no weights for {missing}; look for a complete copy")
-    if info["unexpected_keys"]:  # transformers leaves these out: adapters, for example
-        unexpected = ", ".join(sorted(info["unexpected_keys"])[:3])
+    # transformers leaves these out, or with an adapter_config.json adds an adapter to the model.
+    if more := {*info["unexpected_keys"]} | {key for key in model.state_dict() if ".lora_" in key}:
+        unexpected = ", ".join(sorted(more)[:3])
         hint = "merge its adapters, or look for a plain copy"
         raise InputError(f"{name}: its model has no place for the weights {unexpected}; {hint}")
     for module in model.modules():
@@ -116,9 +120,15 @@ def check_head(model: Model) -> None:
     HeadStats relies on this. A bias, a scale or a soft cap on the logits would make every
     log-probability wrong. The flags of a config for these have many names, so logits are compared.
     """
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if model.config.get_text_config().tie_word_embeddings and head is not embedding:
+        hint = "set tie_word_embeddings to false, or take its head out of the files"
+        raise InputError(
+            f"--model: its config ties its head to its embedding, not its files; {hint}"
+        )
     ids = torch.arange(2, 10, device=model.device)[None]  # (1, 8), in every vocabulary
     hidden = model.base_model(ids, use_cache=False).last_hidden_state[0]  # (8, D)
-    expected = float32_logits(hidden, model.get_output_embeddings().weight)  # (8, V)
+    expected = float32_logits(hidden, head)  # (8, V)
     logits = model(ids, use_cache=False).logits[0].float()
     if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
         what = "its logits are more than hidden states times the weight of its output head"

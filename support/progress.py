@@ -19,6 +19,11 @@ from support import installed, ranks
 from support.metrics import right
 from support.ranks import rank
 
+# For characters that a terminal does not have. A notebook's stdout has no such method.
+if getattr(sys.stdout, "errors", "") in ("strict", "surrogateescape"):
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
 
 def track(items: Iterable, name: str | None, total: int | None = None) -> tqdm:
     """Iterate over items with a bar, which is removed at its end. Without a name it is silent."""
@@ -39,9 +44,13 @@ class Tracker:
 
             self.run = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
         elif self.kind:
-            options = {"name": name, "resume": "allow", "config": flags}
+            options = {"project": "stapo", "name": name, "resume": "allow"}
             options |= {"id": name} if kind == "wandb" else {}
-            self.run = importlib.import_module(kind).init(project="stapo", **options)
+            variables = {"project": "PROJECT", "name": "NAME", "resume": "RESUME", "id": "RUN_ID"}
+            for option in options:  # WANDB_PROJECT wins, although wandb prefers its arguments
+                own = os.environ.get(f"{kind.upper()}_{variables[option]}")
+                options[option] = own or options[option]
+            self.run = importlib.import_module(kind).init(config=flags, **options)
 
     def send(self, step: int, numbers: dict[str, Any]) -> None:
         numbers = {name: value for name, value in numbers.items() if value is not None}
@@ -121,6 +130,12 @@ def scores_in_words(step: int, scores: dict[str, dict]) -> str:
     """Write an evaluation in one line, with the number of problems, which can change in a run."""
     parts = (f"{name} {with_error(s)} ({s['problems']} problems)" for name, s in scores.items())
     return f"evaluation after step {step}, in percent ± standard error: {', '.join(parts)}"
+
+
+def one_line(text: str, longest: int = 100) -> str:
+    """Return a text on one line, cut to a number of characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def response_in_words(sample: dict, step: int) -> str:

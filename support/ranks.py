@@ -148,6 +148,18 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
     return result
 
 
+def together(function: Callable[[], Any]) -> Any:
+    """Call a function on every rank. An InputError of one rank is every rank's, after all calls."""
+    result = error = None
+    try:
+        result = function()
+    except InputError as caught:
+        error = caught
+    if errors := [each for each in all_list(error) if each]:
+        raise error or errors[0]
+    return result
+
+
 def even_out(batches: list[list[int]]) -> list[list[int]]:
     """Add empty batches until every rank has equally many: each forward has collectives."""
     return batches + [[]] * (max(all_list(len(batches))) - len(batches))

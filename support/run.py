@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from support import InputError, installed
-from support.checkpoints import checkpoints, save_checkpoint
+from support.checkpoints import checkpoints, delete, save_checkpoint
 from support.files import append_jsonl, must_be_empty, read_jsonl, write_jsonl, write_whole
 from support.progress import log
 from support.ranks import on_rank_0, rank
@@ -32,7 +31,7 @@ class RunFolder:
     """The directory of a run: config.json, metrics.jsonl, samples.jsonl, checkpoints and more.
 
     `step` is the last whole step. `checkpoint` is the folder to continue from, or None. Call
-    `begin` when the data is loaded. Raises InputError.
+    `compare` when the data is loaded, then `begin`. Raises InputError.
     """
 
     def __init__(self, output: str, cfg: RunFlags):
@@ -40,12 +39,13 @@ class RunFolder:
         self.checkpoint = on_rank_0(self.find_checkpoint)
         self.step = int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
         self.saved = self.step
-        self.id, self.evaluated_step = "", -1  # `begin` sets them. id: the run's name for trackers
+        self.id, self.config, self.evaluated_step = "", {}, -1  # `compare` and `begin` set them
 
     def find_checkpoint(self) -> Path | None:
         """Return the newest checkpoint.
 
-        Raises InputError if a new run finds files, or a resumed run finds steps and no checkpoint.
+        Raises InputError if a new run finds files, or a resumed run finds steps and no checkpoint,
+        or one without the optimiser's moments.
         """
         if not self.cfg.resume:
             must_be_empty(self.path, f"continue a run with --resume {self.path}, or name")
@@ -53,22 +53,31 @@ class RunFolder:
         if newest is None and any(line["step"] > 0 for line in self.lines()):
             what = "holds no checkpoint; start anew in another --output"
             raise InputError(f"--resume {self.path}: {what}")
+        if newest and not (newest / "trainer" / ".metadata").exists():
+            hint = f"its weights can begin a new run, with --model {newest}"
+            raise InputError(f"--resume {self.path}: {newest.name} has no whole trainer/; {hint}")
         return newest
 
-    def begin(self, data_fingerprint: str) -> None:
-        """Write config.json, and cut records back to the checkpoint: later steps come again.
+    def compare(self, data_fingerprint: str) -> None:
+        """Compare the flags with config.json: sets `config`, and `id`, the run's name for trackers.
 
         data_fingerprint: of the problems. Raises InputError if a resumed run would go on with other
         problems, another template, or from another place in the data.
         """
-        self.id = on_rank_0(lambda: self.write_config(data_fingerprint))
+        self.config = on_rank_0(lambda: self.new_config(data_fingerprint))
+        self.id = self.config["id"]
+
+    def begin(self) -> None:
+        """Write config.json, and cut records back to the checkpoint: later steps come again."""
+        text = json.dumps(self.config, indent=2) + "\n"
+        on_rank_0(lambda: write_whole(self.path / "config.json", text))
         self.evaluated_step = on_rank_0(self.cut_back)
 
-    def write_config(self, data_fingerprint: str) -> str:
-        """Write config.json, and return the run's id.
+    def new_config(self, data_fingerprint: str) -> dict[str, Any]:
+        """Return what config.json will hold.
 
-        A resumed run can have other flags than before. They are printed, and `changes` in
-        config.json has them with the last step before them.
+        A resumed run can have other flags than before. They are printed, and `changes` has them
+        with the last step before them.
         """
         file = self.path / "config.json"
         now = asdict(self.cfg) | {"data_fingerprint": data_fingerprint}
@@ -88,14 +97,13 @@ class RunFolder:
             log(f"changed after step {self.step}: {words}")
             changes.append({"step": self.step} | changed)
         own = stored.get("id") or f"{self.path.name}-{os.urandom(4).hex()}"
-        config = now | {"versions": installed(), "changes": changes, "id": own}
-        write_whole(file, json.dumps(config, indent=2) + "\n")
-        return own
+        return now | {"versions": installed(), "changes": changes, "id": own}
 
     def cut_back(self) -> int:
         """Remove what is newer than the checkpoint. Return the last evaluated step, or -1."""
-        for half in self.path.glob("checkpoints/step_*.partial"):
-            shutil.rmtree(half)
+        for end in ("partial", "deleted"):
+            for half in self.path.glob(f"checkpoints/step_*.{end}"):
+                delete(half)
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = read_jsonl(self.path / name)
             write_jsonl(self.path / name, [line for line in lines if line["step"] <= self.step])
@@ -141,4 +149,4 @@ class RunFolder:
             self.saved = self.step
             if rank() == 0:
                 for old in checkpoints(self.path)[: -self.cfg.keep_last]:
-                    shutil.rmtree(old, ignore_errors=True)
+                    delete(old)

@@ -1,13 +1,15 @@
 """What a run writes: metrics, samples, checkpoints, lines on the terminal, and to trackers."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from unittest.mock import Mock
 
 import pytest
-from helpers import TINY, lines, read_rows, run, weights
+from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights, write_rows
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import stapo
@@ -15,6 +17,7 @@ from rollout import load_tokenizer
 from support import installed, progress
 from support.checkpoints import checkpoints
 from support.data import load_problems
+from support.flags import parse_flags
 
 
 def test_a_run_is_lines_of_metrics_and_samples(tmp_path, capsys):
@@ -59,6 +62,23 @@ def test_checkpoints_every_few_steps(tmp_path, monkeypatch):
     assert names == {"step_000004_best", "step_000005", "step_000007"}
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path, monkeypatch, capsys):
+    """A line says so, and the half that is left is no checkpoint. The next run deletes it."""
+    real = shutil.rmtree
+
+    def fail(folder):
+        (folder / "config.json").unlink()
+        raise PermissionError("a file is in use")
+
+    monkeypatch.setattr("shutil.rmtree", fail)
+    run(tmp_path / "run", "--steps 2 --save_every 1 --keep_last 1")
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
+    assert "step_000001: cannot be deleted (a file is in use)\n" in capsys.readouterr().err
+    monkeypatch.setattr("shutil.rmtree", real)
+    stapo.main(f"--resume {tmp_path}/run --steps 3".split())
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000003"]
+
+
 def test_a_checkpoint_is_sampled_elsewhere_as_in_training(tmp_path):
     """Its stop ids have the chat template's end of turn, here a brace.
 
@@ -91,6 +111,25 @@ def test_a_run_warns_if_its_sampler_is_wrong(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stapo, "sample", lambda *a, **k: real(*a, **k | {"temperature": 0.5}))
     run(tmp_path / "run", f"--data {TINY}/train.jsonl --steps 1 --batch_size 16 --group_size 8")
     assert "the sampler does not draw from the policy" in capsys.readouterr().err
+
+
+def test_a_file_of_flags_reads_like_a_command_line(tmp_path, monkeypatch, capsys):
+    """Comments, quotes, ~ and $VAR; in --output=~/x no shell expands them. A text keeps them."""
+    monkeypatch.setenv("HOME", f"{tmp_path}/home")
+    monkeypatch.setenv("DISK", "/disk#2")
+    text = """# don't
+        --data $DISK/data.jsonl   # it's here
+        --eval_benchmarks ~/a.jsonl aime24 "$DISK/b c.jsonl" --reward ~/own.py:f#
+        --instruction "# $HOME ~" --model /runs/c#1 --seed 4#"""
+    (tmp_path / "flags").write_text(text[:-1])
+    cfg = parse_flags(stapo.Config, "", [f"@{tmp_path}/flags", "--output=~/x", "--resume="])
+    benchmarks = [f"{tmp_path}/home/a.jsonl", "aime24", "/disk#2/b c.jsonl"]
+    assert (cfg.data, cfg.eval_benchmarks) == ("/disk#2/data.jsonl", benchmarks)
+    assert (cfg.output, cfg.reward) == (f"{tmp_path}/home/x", f"{tmp_path}/home/own.py:f#")
+    assert (cfg.instruction, cfg.model, cfg.seed) == ("# $HOME ~", "/runs/c#1", 4)
+    (tmp_path / "flags").write_text("--instruction Don't guess")
+    message = "error: --instruction Don't guess: No closing quotation"
+    assert message in refused(capsys, f"@{tmp_path}/flags")
 
 
 # --------------------------------------------------------------------------------------- trackers
@@ -129,8 +168,15 @@ def test_trackers_go_on_under_the_name_of_the_run(tmp_path, monkeypatch, kind):
     for steps, call in enumerate(tracker.init.call_args_list, start=1):
         assert call.kwargs.pop("config")["steps"] == steps and call.kwargs == expected
     assert own["id"].startswith("run-")
+    variables = {"PROJECT": "mine", "NAME": "night", "RUN_ID": "r1", "RESUME": "must"}
+    for name, value in variables.items():  # the user's own win; trackio has no id
+        monkeypatch.setenv(f"{kind.upper()}_{name}", value)
     sent = tracker.init.return_value
-    assert tracker.init.call_count == sent.finish.call_count == 2
+    progress.Tracker(kind, tmp_path, "run", 0, {})
+    expected = {"project": "mine", "name": "night", "resume": "must", "config": {}}
+    expected |= {"id": "r1"} if kind == "wandb" else {}
+    assert tracker.init.call_args_list.pop().kwargs == expected and tracker.init.call_count == 3
+    assert sent.finish.call_count == 2
     for call, line in zip(sent.log.call_args_list, lines(tmp_path / "run"), strict=True):
         (numbers,) = call.args
         known = {name: value for name, value in line.items() if value is not None}
@@ -139,6 +185,42 @@ def test_trackers_go_on_under_the_name_of_the_run(tmp_path, monkeypatch, kind):
 
 
 def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    """Nor is a folder with its name, which wandb leaves where it ran."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit, match="^stapo.py: --report_to wandb: .*pip install wandb$"):
-        run(tmp_path / "run", "--report_to wandb")
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for kind in ("wandb", "trackio"):
+        message = f"^stapo.py: --report_to {kind}: not installed; pip install {kind}$"
+        with pytest.raises(SystemExit, match=message):
+            run(tmp_path / "run", f"--report_to {kind}")
+
+
+def test_a_tracker_without_its_key_ends_a_run_before_anything_is_written(tmp_path, monkeypatch):
+    """So the same command works after `wandb login`."""
+    tracker = Mock(__spec__="any", init=Mock(side_effect=[OSError("no key"), Mock()]))
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    with pytest.raises(OSError, match="no key"):
+        run(tmp_path / "run", "--steps 1 --report_to wandb")
+    assert len(run(tmp_path / "run", "--steps 1 --report_to wandb")) == 1
+
+
+# ---------------------------------------------------------------------------------- the terminal
+
+
+def test_characters_that_a_terminal_lacks_end_no_program(tmp_path):
+    """A problem in Chinese, a table with ±, curves of a run whose name is no ASCII."""
+    row = {"problem": "计算 1+1", "answer": "2", "source": "é"}
+    data = write_rows(tmp_path / "data.jsonl", row)
+    run_, more = tmp_path / "läuft", "--samples 2 --decoding training --max_new_tokens 4"
+    train = f"{FLAGS} --steps 1 --batch_size 2 --data {data}".split()
+    commands = {
+        "stapo.py": [*train, "--output", run_],
+        "eval.py": [*f"--model {TINY} --benchmarks {data} {more} --output {tmp_path}/e".split()],
+        "scripts/figures.py": [run_],
+    }
+    for program, argv in commands.items():
+        environment = os.environ | {"PYTHONIOENCODING": "ascii", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, ROOT / program, *argv]
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        assert "?" in ended.stdout

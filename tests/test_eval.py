@@ -14,6 +14,7 @@ from helpers import BENCHMARKS, TINY, read_rows, write_rows
 from ranks import launch
 
 import eval as evaluation
+import stapo
 from reward import is_correct
 from rollout import INSTRUCTION, Response
 from support.files import read_jsonl
@@ -47,7 +48,7 @@ def write_problems(path: Path, count: int, gold: str = "7") -> str:
 
 def run(output: Path, *flags: object) -> dict:
     """main() with these flags -> {decoding: {benchmark: scores}} of scores.json."""
-    own = ["--model", TINY, "--max_new_tokens", 500, "--output", output, *flags]
+    own = ["--model", TINY, "--max_new_tokens", 500, "--output", os.path.relpath(output), *flags]
     evaluation.main([*map(str, own)])
     return json.loads((output / "scores.json").read_text())["scores"]
 
@@ -98,6 +99,22 @@ def test_a_checkpoint_has_the_defaults_of_its_run(tmp_path, monkeypatch, capsys)
         out, err = capsys.readouterr()
         assert err.startswith(f"eval.py: {own}--max_new_tokens=77 --reward='', as in its run")
         assert out.endswith(f"\nresults in {output}\n")
+
+
+def test_training_from_a_checkpoint_has_the_defaults_of_its_run_too(tmp_path, capsys):
+    """Flags that are given win, also those of a file."""
+    folder = shutil.copytree(TINY, tmp_path / "run" / "checkpoints" / "step_000003")
+    (tmp_path / "best").symlink_to(folder)
+    stored = {"instruction": "So?", "reward": "scripts/rewards.py:dapo", "max_new_tokens": 77}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(stored | {"lr": 9, "tau_p": 0.5}))
+    (tmp_path / "flags").write_text("--max_new_tokens 5 --batch_size 1 --mini_batch_size 1\n")
+    own = f"@{tmp_path}/flags --data {TINY}/test.jsonl --model {tmp_path}/best/"
+    stapo.main(f"{own} --steps 0 --output {tmp_path}/new".split())
+    found = json.loads((tmp_path / "new" / "config.json").read_text())
+    names = ("instruction", "reward", "max_new_tokens", "lr", "tau_p")
+    assert [found[name] for name in names] == ["So?", stored["reward"], 5, 1e-6, 0.002]
+    said = capsys.readouterr().err
+    assert "stapo.py: --instruction='So?' --reward='scripts/rewards.py:dapo', as in its run" in said
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
@@ -224,6 +241,8 @@ def test_responses_of_others_are_refused_by_name(tmp_path, monkeypatch):
     (tmp_path / "other" / "few.jsonl").write_text(text)
     own = ["--benchmarks", file, "--samples", 1, "--decoding", "training"]
     first = run_and_read(tmp_path / "out", own)
+    more = write_problems(tmp_path / "more.jsonl", 1)
+    run(tmp_path / "out", "--benchmarks", more, *own[2:])  # few is not among them
     others = {"--seed": 5, "--max_new_tokens": 9, "--instruction": "So?"}
     others |= {"--chat_template": tmp_path / "own.jinja", "--model": tmp_path / "trained"}
     others["--benchmarks"] = tmp_path / "other" / "few.jsonl"
@@ -235,7 +254,7 @@ def test_responses_of_others_are_refused_by_name(tmp_path, monkeypatch):
         changed.setitem(evaluation.DECODINGS, "training", (0.6, 0.95))
         with pytest.raises(SystemExit, match="^eval.py: --decoding training: "):
             run(tmp_path / "out", *own)
-    assert run_and_read(tmp_path / "out", own) == first and len(fake.asked) == 3
+    assert run_and_read(tmp_path / "out", own) == first and len(fake.asked) == 3 + 1
 
 
 def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, monkeypatch):
@@ -259,12 +278,14 @@ def test_samples_depend_on_the_seed_and_on_nothing_else_in_the_run(tmp_path, mon
 
 def test_a_reward_grades_benchmarks_that_are_files(tmp_path, monkeypatch):
     """The six keep the grader; a reward that was changed grades stored responses again."""
+    monkeypatch.chdir(tmp_path)  # the reward changes the directory, and --output is relative
     fake, own = Scripted(monkeypatch, lambda *_: ("\\boxed{7}", 9, False)), tmp_path / "own.py"
     rows = ({"question": f"problem {i}", "level": i} for i in range(6))  # and no answer
     files = write_problems(tmp_path / "aime24.jsonl", 3), write_rows(tmp_path / "task.jsonl", *rows)
     flags = ["--samples", 1, "--decoding", "training", "--reward", f"{own}:level"]
+    start = "import os\ndef level(response, row):\n    os.chdir('/')\n"
     for text, mean in (("0.5 if row['level'] < 1 else 1 - row['level']", "16.67"), ("1", "100.00")):
-        own.write_text(f"def level(response, row):\n    return {text}\n")
+        own.write_text(f"{start}    return {text}\n")
         run(tmp_path / "out", "--benchmarks", *files, *flags)
         line = f"| {TINY} | training | {own}:level (the six: rule) | 100.00 | {mean} |"
         assert line in (tmp_path / "out/table.md").read_text()

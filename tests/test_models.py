@@ -9,6 +9,7 @@ import transformers
 from helpers import SHAPE, fused_norms
 
 import rollout
+from support import InputError, models
 from support.checkpoints import save_checkpoint
 from support.models import fuse_norms
 
@@ -27,6 +28,23 @@ def test_a_checkpoint_has_the_rotary_positions_that_transformers_4_reads(tmp_pat
     again = rollout.load_model(str(folder))
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     assert fused_norms(again) == 2 * 2 + 1 and fused_norms(model) == 0
+
+
+def test_dropout_and_router_noise_are_off(tmp_path):
+    """Also of the language model within another model."""
+    transformers.MixtralConfig(**SHAPE, router_jitter_noise=0.1).save_pretrained(tmp_path)
+    assert models.load_config(str(tmp_path)).router_jitter_noise == 0
+    text = {"attention_dropout": 0.1, "max_position_embeddings": 64}
+    transformers.Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    config = models.load_config(str(tmp_path))
+    assert config.text_config.attention_dropout == 0
+    with pytest.raises(InputError, match="at most 40 fit"):
+        models.check_length(config, 24, 41)
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(monkeypatch):
+    monkeypatch.setattr(models, "try_to_load_from_cache", lambda *_: "snapshots/0a1b/config.json")
+    assert models.weights_of("a/b") == "a/b, commit 0a1b"
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])

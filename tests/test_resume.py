@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import FLAGS, ROOT, TINY, lines, refused, run, weights, write_rows
@@ -13,6 +15,7 @@ from ranks import launch
 
 import stapo
 from support.checkpoints import checkpoints
+from support.files import write_jsonl
 
 # A reward to which something happens once, at one of its calls on the last rank.
 OWN = """import os, signal, time
@@ -66,6 +69,10 @@ def whole(tmp_path_factory):
         (35, STOP, 130, [2], "stopped after step 2 of 4; continue with"),
         (67, STOP, 130, [2, 4], "stopped after step 4 of 4; continue with"),
         (43, "raise ValueError", 1, [2], r"stapo.py: --reward .*: ValueError\(\) at .*, line 1"),
+        # A reward that fails in a step: the run is saved at the step before it.
+        (3, "raise ValueError", 1, [], "stopped after step 0 of 4; continue with: python"),
+        (35, "raise BaseException", 1, [1], "stopped after step 1 of 4; continue with: python"),
+        (67, "raise ValueError", 1, [2, 3], "stopped after step 3 of 4; continue with: python"),
         (67, KILL, -9, [2], "step 3 of 4: "),  # step 3 has no checkpoint
         (51, "os.chdir(Path(__file__).parent)", 0, [2, 4], "the run is in "),
     ],
@@ -110,6 +117,17 @@ def test_a_stop_on_one_of_two_ranks_ends_both_after_the_step(whole, tmp_path):
     assert [line["step"] for line in lines(output)] == [0, 1, 2, 2]
     assert (output / "evaluations/step_000000.jsonl").read_bytes() == whole[0]["step_000000.jsonl"]
     assert len(weights(output)) == len(whole[-1])  # tied weights are there once
+
+
+def test_a_reward_that_fails_on_one_of_two_ranks_saves_the_run(tmp_path):
+    """In step 2: the other rank waits for its word, and both save step 1."""
+    argv = [*flags(tmp_path, 4 + 8 + 3, "raise ValueError").split(), "--output", f"{tmp_path}/run"]
+    assert launch(stapo.main, 2, tmp_path / "log", argv, timeout=60) == [1, 1]
+    for rank in (0, 1):
+        log = (tmp_path / f"log.{rank}").read_text()
+        assert re.search(rf"ValueError\(\) at row {{'problem': 'Q: .* \(rank {rank}\)", log), log
+    assert "stopped after step 1 of 4" in (tmp_path / "log.0").read_text()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000001"]
 
 
 def test_signals_are_as_before_after_a_run(tmp_path):
@@ -216,3 +234,22 @@ def test_a_checkpoint_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         run(tmp_path / "run", "--steps 1")
     assert (tmp_path / "run" / "checkpoints").exists() and not checkpoints(tmp_path / "run")
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1}])
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write_jsonl(tmp_path / "metrics.jsonl", [{"step": 2}])
+    assert lines(tmp_path) == [{"step": 1}]
+
+
+def test_a_lost_terminal_ends_no_run_before_it_is_saved(tmp_path, monkeypatch):
+    """Nothing can be written to it: no line of a step, and not what SIGHUP says."""
+    fail = Mock(side_effect=OSError(5, "Input/output error"))
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, Mock(write=fail, flush=fail))
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(SystemExit, match="^130$"):
+        run(tmp_path / "run", flags(tmp_path, 3, "os.kill(os.getpid(), 1)") + " --eval_every 0")
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000001"]

@@ -7,7 +7,14 @@ import time
 import pytest
 from helpers import ROOT
 
-from reward import extract_answer, is_correct, load_reward, math_equal, math_reward
+from reward import (
+    extract_answer,
+    is_correct,
+    load_reward,
+    math_equal,
+    math_reward,
+    reward_all,
+)
 from support import InputError
 from support.grader import STAGES, __main__, compare
 from support.grader.compare import clean, tokenize
@@ -370,25 +377,89 @@ def test_worker_processes_of_a_reward_find_its_module(tmp_path):
 
 
 def test_a_reward_that_takes_a_column_out_finds_it_in_the_next_response(tmp_path):
-    (tmp_path / "own.py").write_text("def f(text, row): return float(text == row.pop('answer'))")
-    reward, problem = load_reward(f"{tmp_path}/own.py:f"), {"row": {"answer": "5"}}
-    assert [reward(text, problem) for text in "565"] == [1, 0, 1]
+    """Also an item of a column."""
+    (tmp_path / "own.py").write_text(
+        "def f(text, row): return float(text == row.pop('answer') + row['tests'].pop())"
+    )
+    reward, problem = load_reward(f"{tmp_path}/own.py:f"), {"row": {"answer": "5", "tests": ["+"]}}
+    assert [reward(text, problem) for text in ("5+", "6+", "5+")] == [1, 0, 1]
+
+
+JUDGE = """import asyncio
+loops, working = set(), []  # a client of a server works in one loop
+async def f(text, row, *, info=None, strict=True):
+    loops.add(asyncio.get_running_loop())
+    assert strict and info["truncated"] is (text == "5") and len(loops) == 1
+    working.append(text)
+    await asyncio.sleep(0.02)
+    most = len(working)
+    working.remove(text)
+    if text in row["bad"]:
+        raise ConnectionError("no judge")
+    return 1000 * most + info["tokens"]
+"""
+
+
+def test_a_judge_is_called_for_64_responses_at_a_time(tmp_path):
+    (tmp_path / "own.py").write_text(JUDGE)
+    reward, texts = load_reward(f"{tmp_path}/own.py:f"), [str(i) for i in range(70)]
+    infos = [{"tokens": i, "truncated": i == 5} for i in range(70)]
+    rows = [{"row": {"n": i, "bad": ()}} for i in range(70)]
+    for _ in "ab":  # two steps
+        values = reward_all(reward, texts, rows, infos)
+        assert [value % 1000 for value in values] == list(range(70))
+        assert max(values) // 1000 == 64
+    assert reward(texts[3], rows[3], infos[3]) == 1003
+    rows[66]["row"]["bad"] = ("66",)
+    with pytest.raises(InputError, match=r"own.py:f: .*no judge.* row {'n': 66, .*line 11"):
+        reward_all(reward, texts, rows, infos)
+    assert reward(texts[3], rows[3], infos[3]) == 1003  # the calls beside it were cancelled
+
+
+def test_info_is_for_a_parameter_of_that_name(tmp_path):
+    own = "def f(text, row, info): return info['tokens']\ndef g(text, info): return info['n']\n"
+    (tmp_path / "own.py").write_text(own + "def h(text, row, extra=7): return extra")
+    problem, info = {"row": {"n": 4}}, {"tokens": 9, "truncated": False}
+    rewards = [load_reward(f"{tmp_path}/own.py:{name}") for name in "fgh"]
+    assert [reward("", problem, info) for reward in rewards] == [9, 4, 7]
+    assert rewards[0]("", problem) == 0  # tried without a response
+
+
+KINDS = """import asyncio, functools
+async def f(text, row): raise asyncio.CancelledError("by a client")
+class Judge:
+    async def __call__(self, text, row): return 0.5
+g = Judge()
+h = lambda text, row: g(text, row)
+"""
+
+
+def test_rewards_that_are_async_in_another_way(tmp_path):
+    (tmp_path / "own.py").write_text(KINDS)
+    rewards = {name: load_reward(f"{tmp_path}/own.py:{name}") for name in "fgh"}
+    assert reward_all(rewards["g"], ["a"], [{"row": {}}], [{}]) == [0.5]
+    with pytest.raises(InputError, match="CancelledError.* at row {}, .*own.py, line 2"):
+        reward_all(rewards["f"], ["a"], [{"row": {}}], [{}])
+    with pytest.raises(InputError, match="returned <coroutine .*write an `async def`"):
+        rewards["h"]("a", {"row": {}})
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("return row['answers']", r"KeyError\('answers'\) at .*own.py, line 2$"),
-        ("raise SystemExit(3)", r"SystemExit\(3\) at .*own.py, line 2$"),
-        ("return None", "returned None, which is no finite number$"),
-        ("return float('nan')", "returned nan, which is no finite number$"),
-        ("return -1e39", r"returned -1e\+39, which is no finite number$"),  # float32's -inf
+        ("return row['answers']", r"KeyError\('answers'\) at row {'n': 8}, .*own.py, line 2$"),
+        ("raise SystemExit(3)", r"SystemExit\(3\) at row {'n': 8}, .*own.py, line 2$"),
+        ("raise TimeLimit", r"TimeLimit\(\) at row {'n': 8}, .*own.py, line 2$"),
+        ("return None", "returned None, which is no finite number, for row {'n': 8}$"),
+        ("return float('nan')", "returned nan, which is no finite number"),
+        ("return -1e39", r"returned -1e\+39, which is no finite number"),  # float32's -inf
     ],
 )
 def test_what_goes_wrong_in_a_reward_is_one_line(tmp_path, line, message):
-    (tmp_path / "own.py").write_text(f"def f(text, row):\n    {line}\n")
+    limit = "class TimeLimit(BaseException): pass\n"  # no Exception, so that no reward catches it
+    (tmp_path / "own.py").write_text(f"def f(text, row):\n    {line}\n{limit}")
     with pytest.raises(InputError, match=f"^--reward .*own.py:f: {message}"):
-        load_reward(f"{tmp_path}/own.py:f")("", {"row": {}})
+        load_reward(f"{tmp_path}/own.py:f")("", {"row": {"n": 8}})
 
 
 def test_not_strings():

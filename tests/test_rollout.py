@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, GenerationConfig
 
 import rollout
+from reward import unbox
 from rollout import encode_prompt, sample, stop_ids
 from support import InputError, decoding, head, models
 from support.data import load_problems
@@ -184,6 +185,7 @@ def test_a_response_depends_on_its_own_seed_alone(tiny, tokenizer):
     options = {"max_new_tokens": 9}
     again = [in_order(sample(tiny, tokenizer, prompts, seed=s, **options)) for s in (3, 3, 4)]
     assert again[0] == again[1] != again[2]
+    assert in_order(sample(tiny, tokenizer, [], **options)) == []  # a rank without prompts
 
 
 def test_the_cache_is_freed_when_the_sampling_ends(tokenizer, tiny_model, monkeypatch):
@@ -327,12 +329,19 @@ def test_the_chat_template_may_be_another_or_none(tmp_path):
     chat_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "other.jinja"
     # An editor on Windows can put a mark (U+FEFF) at the start, which is no part of the text.
-    file.write_text("Be brief. {{ messages[0].content }} Answer:", "utf-8-sig")
+    file.write_text(r"No $\ne$, no '\n'. {{ messages[0].content }} Answer:", "utf-8-sig")
     prompts = []
-    for text in ("", str(file), "none"):
+    template = file.read_text("utf-8-sig")
+    several = [{"name": "tools", "template": "?"}, {"name": "default", "template": template}]
+    stored = [{"chat_template": template, "a": 1}, {"chat_template": several}]
+    files = [tmp_path / "one.json", tmp_path / "several.json"]
+    for path, value in zip(files, stored):
+        path.write_text(json.dumps(value))
+    for text in ("", "none", str(file), *map(str, files)):
         tokenizer = rollout.load_tokenizer(str(tmp_path), text)
         prompts.append(tokenizer.decode(encode_prompt(tokenizer, "1+2", "")))
-    assert "assistant" in prompts[0] and prompts[1:] == ["Be brief. 1+2 Answer:", "1+2\n"]
+    assert "assistant" in prompts[0] and prompts[1] == "1+2\n"
+    assert prompts[2:] == [r"No $\ne$, no '\n'. 1+2 Answer:"] * 3
 
 
 def test_a_template_that_writes_the_date_is_named(tmp_path, capsys):
@@ -376,12 +385,17 @@ USER = {"role": "user", "content": "1+1"}
         ({"prompt": "1+1", "reward_model": {"ground_truth": ' ["7"]'}}, "7"),  # Skywork-OR1
         ({"prompt": "1+1", "answer": r'["\\frac{1}{2}"]'}, r"\frac{1}{2}"),
         ({"prompt": "1+1", "answer": [], "final_answer": ["2", "", "3"]}, "2, 3"),
+        ({"prompt": "1+1", "answer": "x^2 + 1", "final_answer": "B"}, "x^2 + 1"),
+        ({"prompt": "1+1", "answer": "1 + 1 = 2,\nso it is 2.", "final_answer": "2"}, "2"),
         ({"prompt": [USER | {"content": "0+1"}, {"role": "assistant", "content": "0"}, USER],
           "answer": "2"}, "2"),
     ],
 )  # fmt: skip
 def test_column_layouts(tmp_path, capsys, row, answer):
-    """The first column that is not empty. A row that repeats what is read counts once."""
+    """The first column that is not empty, but no solution beside its final answer.
+
+    A row that repeats what is read counts once.
+    """
     file = write_rows(tmp_path / "rows.jsonl", row, row | {"source": "a copy"})
     assert load_problems(file) == [{"problem": "1+1", "answer": answer}]
     assert f"{file}: rows that repeat an earlier row left out: 1\n" in capsys.readouterr().out
@@ -400,7 +414,59 @@ def test_rows_are_the_same_if_all_that_is_read_is(tmp_path, capsys):
     assert [problem["answer"] for problem in load_problems(file)] == ["2", "3"]
     own = load_problems(file, whole_rows=True)
     assert [problem["row"] for problem in own] == [rows[0], *rows[2:]]
-    assert [line[-3:] for line in capsys.readouterr().out.splitlines()] == [": 3", ": 1"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert [line[-3:] for line in said] == [": 3", ": 1"]
+
+
+def test_what_was_read_is_shown(tmp_path, capsys):
+    """Columns beside the question, a gold as the grader reads it, and golds that are too long."""
+    solution = "First one computes. " * 31
+    gold = r"\boxed{7\text{ m}}"
+    rows = [
+        {"question": "1 +\n1?" + " Say." * 40, "passage": "p", "answer": gold},
+        {"question": "2?", "answer": solution},
+        {"question": "3?", "answer": solution + gold, "images": []},
+    ]
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    load_problems(file, unbox=unbox)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{file}: read from question, answer; not read: passage, images; ")
+    assert 'problem: "1 + 1? Say. Say.' in first and len(first) < 400
+    assert first.endswith('its answer, as the grader reads it: "7"')
+    assert second.startswith(f"{file}: answers of more than 600 char") and second.endswith(": 1")
+    load_problems(file, whole_rows=True, unbox=unbox)
+    (first,) = capsys.readouterr().out.splitlines()
+    assert "; for the reward alone: passage, images; " in first
+
+
+def test_answers_have_the_type_of_their_column(tmp_path):
+    """float32's 0.1 is 0.1, also in a list; a class is its name; a row of a reward has the same."""
+    from datasets import ClassLabel, Features, List, Value
+
+    letters = ClassLabel(names=["A", "B"])
+    columns = {
+        "float32": (Value("float32"), [0.1, 72.0], ["0.1", "72"]),
+        "float16": (List(Value("float16")), [[0.1, 2.0], []], ["0.1, 2"]),
+        "class": (letters, [1, -1], ["B"]),
+        "classes": ({"ground_truth": List(letters)}, [{"ground_truth": [1, 0]}] * 2, ["B, A"] * 2),
+        "float64": (Value("float64"), [0.10000000149011612, 0.5], ["0.10000000149011612", "0.5"]),
+    }
+    for name, (kind, values, golds) in columns.items():
+        column = "reward_model" if name == "classes" else "answer"
+        features = Features({"problem": Value("string"), column: kind})
+        rows = Dataset.from_dict({"problem": ["p", "q"], column: values}, features=features)
+        rows.to_parquet(tmp_path / name / "train.parquet")
+        for source in (tmp_path / name / "train.parquet", tmp_path / name):  # and as on the Hub
+            assert [problem["answer"] for problem in load_problems(str(source))] == golds
+    (own, _) = load_problems(f"{tmp_path}/float32", whole_rows=True)
+    assert own["row"] == {"problem": "p", "answer": 0.1}
+    lossy = {"problem": ["p"], "answer": [2.0**24]}  # 16777217 has become 16777216
+    features = Features({"problem": Value("string"), "answer": Value("float32")})
+    Dataset.from_dict(lossy, features=features).to_parquet(tmp_path / "lossy.parquet")
+    with pytest.raises(InputError, match="row 1 has no problem .*answer is LostDigits"):
+        load_problems(f"{tmp_path}/lossy.parquet")
+    (own,) = load_problems(f"{tmp_path}/lossy.parquet", whole_rows=True)
+    assert json.dumps(own["row"]) == '{"problem": "p", "answer": 16777216.0}'
 
 
 def test_a_text_stays_a_text(tmp_path):
@@ -408,9 +474,9 @@ def test_a_text_stays_a_text(tmp_path):
     answers = ["2024-05-01", "12:30", "3.10", "[2, 5]", "a\u2028b", 7, ["1", "2"]]
     rows = [{"problem": f"p{i}", "answer": answer} for i, answer in enumerate(answers)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (tmp_path / "v[2].jsonl").write_text("\ufeff" + lines, "utf-8")
-    (tmp_path / "list.json").write_text(json.dumps(rows))
-    for name in ("v[2].jsonl", "list.json"):
+    (tmp_path / "v[2].jsonl").write_text("\ufeff\n" + lines + "\n", "utf-8")
+    (tmp_path / "list.JSON").write_text("\n  " + json.dumps(rows, indent=1))
+    for name in ("v[2].jsonl", "list.JSON"):
         found = load_problems(str(tmp_path / name))
         assert [problem["answer"] for problem in found] == [*answers[:5], "7", "1, 2"]
     Dataset.from_list(rows[:3]).to_parquet(tmp_path / "v[2].parquet")

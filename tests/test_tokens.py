@@ -208,6 +208,7 @@ def test_a_run_gives_its_flags_and_a_checkpoint(tmp_path, collected, capsys):
         names = "gradients.png quadrants.md responses.html".split()
         assert sorted(path.name for path in out.iterdir()) == names
     assert tokens.parse(["--model", "a/b"]).output == "runs/tokens-a-b"
+    assert tokens.parse(["--model", newest.model]).instruction == ""  # its run's
     assert "--q 2.0: a quantile is" in refused(capsys, "--model a/b --q 2", tokens.main)
 
 

@@ -239,14 +239,15 @@ def test_epochs_visit_every_problem_once():
 # ------------------------------------------------------------------------------------ whole runs
 
 
-def test_two_steps_without_a_finite_update_end_the_run(tmp_path, monkeypatch):
-    """Steps 1 and 3 are without one, and so is step 4. The run is saved."""
+def test_two_steps_without_a_finite_update_end_the_run(tmp_path, monkeypatch, capsys):
+    """Steps 1 and 3 are without one, and so is step 4. Each is told. The run is saved."""
     norms = iter(torch.tensor([math.nan, math.inf, 1.0, math.nan] + 4 * [math.nan]))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: next(norms))
     with pytest.raises(SystemExit, match="step 4: no update of two steps in a row was finite$"):
         run(tmp_path / "run", "--steps 6")
     found = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_updates"] for row in found] == [2, 1, 2, 2]
+    assert "step 2: 1 updates were not finite, and were skipped\n" in capsys.readouterr().err
     assert [row["grad_norm"] for row in found] == [None] * 4  # JSON has no NaN and no infinity
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000004"]
 
@@ -270,6 +271,18 @@ def test_rewards_are_equal_if_only_rounding_tells_them_apart(tmp_path, pair, equ
     expected = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True).clamp(1e-9)
     expected = torch.zeros(16) if equal else expected.flatten()
     assert [row["advantage"] for row in rows] == pytest.approx(expected.tolist())
+
+
+def test_a_reward_is_told_the_length_of_a_response(tmp_path):
+    """In the rollouts and in evaluations. Some responses are cut off."""
+    own = "def f(text, row, info): return info['tokens'] - 0.5 * info['truncated']"
+    (tmp_path / "own.py").write_text(own)
+    flags = f"--eval_every 1 --eval_benchmarks {TINY}/test.jsonl --eval_limit 6 --eval_samples 4"
+    flags += f" --reward {tmp_path}/own.py:f --max_new_tokens 12 --steps 1"
+    for line in run(tmp_path / "run", flags):
+        told = line["eval"]["test"] if "eval" in line else line
+        expected = told["response_length"] - 0.5 * told["truncated_fraction"]
+        assert 0 < told["truncated_fraction"] < 1 and told["reward"] == pytest.approx(expected)
 
 
 def test_each_step_and_each_seed_has_random_numbers_of_its_own(tmp_path):

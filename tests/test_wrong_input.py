@@ -1,11 +1,13 @@
 """Wrong flags, files, rows, models and directories: one clear line, and nothing is written over."""
 
+import json
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,6 +44,11 @@ TRAINING = r"""
 --chat_template {} | --chat_template {}: no text there
 --chat_template {}/torn.jinja | torn.jinja: no chat template .line 2: unexpected
 --chat_template {}/forgetful.jinja | forgetful.jinja: the chat template leaves out the problem
+--chat_template {}/pasted.jinja | pasted.jinja: the chat template writes .n as two characters, as in
+--chat_template {}/good.json | good.json: its JSON has no chat_template
+--data {}/binary.parquet | binary.parquet: row 1 has no .* .problem is bytes, answer is str.$
+--model {}/flash | flash: no model there, .*the package for FlashAttention2
+--resume {}/uploaded | uploaded: step_000001 has no whole trainer/; .* --model {}/uploaded/check
 --resume {}/mistyped | mistyped: holds no run
 --resume {}/model | model: holds no run
 --resume {}/early | early: holds no checkpoint; start anew in another --output
@@ -64,11 +71,19 @@ def folder(tmp_path_factory):
     (folder / "index.json").write_text('{"0": {"problem": "1+1"}, "1": {"problem": "1+2"}}')
     (folder / "torn.jinja").write_text("{{ messages[0].content }}\n{% if")
     (folder / "forgetful.jinja").write_text("{{ problem }} Answer:")
+    (folder / "pasted.jinja").write_text(r"user\n{{ messages[0].content }}\nassistant: ")
+    (folder / "good.json").write_text('{"model_max_length": 9}')
+    Dataset.from_dict({"problem": [b"1+1"], "answer": ["2"]}).to_parquet(folder / "binary.parquet")
     write_hub(folder / "hub")
     shutil.copytree(TINY, folder / "model")
     shutil.copytree(TINY, folder / "shell", ignore=lambda *_: ["model.safetensors"])
     run(folder / "run", "--steps 1")
     shutil.copytree(folder / "run", folder / "early", ignore=lambda *_: ["checkpoints"])
+    shutil.copytree(folder / "run", folder / "uploaded", ignore=lambda *_: ["trainer"])
+    config = json.loads((TINY / "config.json").read_text())
+    shutil.copytree(TINY, folder / "flash")
+    config["attn_implementation"] = "flash_attention_2"
+    (folder / "flash" / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -114,8 +129,9 @@ EVALUATION = r"""
 --benchmarks {}/good.jsonl {}/good.jsonl | there is a good before it
 --decoding hot | --decoding hot: must be training, justrl or temperature,top-p
 --decoding 0.6,95 | --decoding 0.6,95: must be
+--decoding 0.6,0 | --decoding 0.6,0: must be
 --model {}/nobody | nobody: no model there
---model {}/run | run: no model there, .* or a run's checkpoint .Unrecognized model in
+--model {}/run | run: no model there, .* newest checkpoint of this run is {}/run/checkpoints/step_0
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 """
@@ -178,14 +194,11 @@ def test_an_odd_row_is_refused_with_its_number(tmp_path, column, value):
             '"question": "Is a so?", "options": {"A": "a", "B": "b"}, "answer": "B"}',
             "has options outside",
         ),
-        (
-            '"question": "Who?", "context": "Ann.", "answer": "Ann"}',
-            "has context outside its problem",
-        ),
         ('"problem": "1", "answer": "\\ud800"}', "has half of a character"),
         ('"problem": "1\\udfff", "answer": "1"}', "has half of a character"),
         (r'"problem": "1", "answer": "\frac{1}{2}"}', r"character '.x0c' in its answer; in JSON"),
         (r'"problem": "1", "answer": "2 \times x"}', r"character '.t' in its answer; in JSON"),
+        (r'"problem": "1", "answer": "\rho"}', r"character '.r' in its answer; in JSON"),
         (r'"problem": "1", "reward_model": {"ground_truth": "[\"7\", \"8\"]"}}', "no answer"),
     ],
 )
@@ -205,13 +218,13 @@ def test_a_data_set_of_the_hub_with_its_configuration_and_split(tmp_path):
         assert found["problem"].startswith(problem) and found["answer"] == "2"
 
 
-def test_a_gated_model_says_where_to_log_in(monkeypatch, capsys):
+def test_a_gated_model_says_where_to_log_in(monkeypatch, capsys, tmp_path):
     def gated(name, **_):
         lines = "You are trying to access a gated repo.", "Ask at https://huggingface.co/a/b.", ""
         raise OSError("\n".join([*lines, "401 Client Error.", "Please log in."]))
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", gated)
-    line = refused(capsys, f"{FLAGS} --model a/b")
+    line = refused(capsys, f"{FLAGS} --model a/b --output {tmp_path}/run")
     assert "Ask at https://huggingface.co/a/b. 401 Client Error. Please log in." in line
     assert "\n" not in line
 
@@ -251,7 +264,7 @@ def test_responses_fit_in_the_positions():
         models.check_length(config, 24, 41)
 
 
-def test_weights_that_cannot_be_trained(random_model, tmp_path):
+def test_weights_that_cannot_be_trained(random_model, tmp_path, monkeypatch):
     """One too few, which would be random; one too many, such as an adapter's; NaN; no tokenizer."""
     model = random_model()
     weights = model.state_dict()
@@ -262,6 +275,17 @@ def test_weights_that_cannot_be_trained(random_model, tmp_path):
     adapted = model.state_dict() | {"model.norm.lora_A.weight": torch.ones(3)}
     model.save_pretrained(tmp_path, state_dict=adapted)
     with pytest.raises(InputError, match=f"{tmp_path}: .* weights model.norm.lora_A.weight; merge"):
+        load_policy(str(tmp_path))
+    adapter = random_model()  # peft puts an adapter beside merged weights on them once more
+    adapter.model.norm.lora_A = torch.nn.Linear(1, 1)
+    made = adapter, {"missing_keys": set(), "unexpected_keys": set()}
+    with monkeypatch.context() as peft:
+        peft.setattr(models, "load_pretrained", Mock(side_effect=[adapter.config, made]))
+        with pytest.raises(InputError, match="no place for the weights model.norm.lora_A.bias"):
+            models.load_model(str(tmp_path))
+    untied = model.state_dict() | {"lm_head.weight": torch.ones(104, 32)}
+    model.save_pretrained(tmp_path, state_dict=untied)
+    with pytest.raises(InputError, match="its config ties its head to its embedding, not its"):
         load_policy(str(tmp_path))
     torch.nn.init.constant_(model.model.norm.weight, math.nan)
     model.save_pretrained(tmp_path)
