@@ -16,12 +16,15 @@ import contextlib
 import csv
 import json
 import math
+import os
 import sys
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+
+os.environ["MPLBACKEND"] = "agg"  # that of a notebook ends a program without its packages
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -154,6 +157,11 @@ def group_runs(paths: list[Path]) -> list[Group]:
     return groups
 
 
+def wrapped(text: str, width: int) -> str:
+    """Return a text in lines for matplotlib, which would read formulas between two $."""
+    return textwrap.fill(text, width).replace("$", r"\$")
+
+
 def percent(share: float, _position: int | None = None) -> str:
     return f"{100 * share:.3g} %"
 
@@ -178,7 +186,9 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
         writer.writerows(rows)
     columns = 3 if len(recorded) > 4 else min(2, len(recorded))
     lines = math.ceil(len(recorded) / columns)
-    fig = Figure(figsize=(10.2, 2.8 * lines + 0.6), layout="constrained")
+    labels = [wrapped(group.label, 120) for group in groups]
+    height = 2.8 * lines + 0.6 + 0.2 * sum(label.count("\n") for label in labels)
+    fig = Figure(figsize=(10.2, height), layout="constrained")
     for place, metric in enumerate(recorded, start=1):
         ax = fig.add_subplot(lines, columns, place)
         for group in groups:
@@ -187,11 +197,11 @@ def draw_curves(stem: str, panels: dict, groups: list[Group], out: Path) -> None
             ax.plot(x, mean, marker="o" if len(x) <= 40 else "", markersize=3, **group.line)
             ax.fill_between(x, low, high, color=group.line["color"], alpha=0.2, linewidth=0)
         ax.set(xlabel="step")
-        ax.set_title(textwrap.fill(panels[metric], 90 // columns), loc="left", fontsize="medium")
+        ax.set_title(wrapped(panels[metric], 90 // columns), loc="left", fontsize="medium")
         ax.xaxis.get_major_locator().set_params(integer=True)
         if "accuracy" in metric or metric == "silenced_fraction":
             ax.yaxis.set_major_formatter(percent)
-    handles = [Line2D([], [], label=group.label, **group.line) for group in groups]
+    handles = [Line2D([], [], label=x, **group.line) for x, group in zip(labels, groups)]
     fits = 120 // max(len(group.label) for group in groups) or 1  # labels side by side
     fig.legend(handles=handles, loc="outside lower center", ncols=min(4, len(groups), fits))
     fig.savefig(out / f"{stem}.png", dpi=150)
@@ -269,8 +279,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run directories of stapo.py")
     parser.add_argument("--output", type=Path, help="default: RUN/figures, or figures for several")
     args = parser.parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):  # as in support/progress.py
+        sys.stdout.reconfigure(errors="replace")
     runs = list(filter(is_run, args.runs))
     out = args.output or (runs[0] if len(runs) == 1 else Path()) / "figures"
+    out = out.expanduser()  # no shell expands --output=~/x
     others = ", ".join(str(path) for path in args.runs if path not in runs)
     if not runs:
         sys.exit(f"figures.py: no run of stapo.py with a step: {others}")

@@ -1,11 +1,14 @@
 """figures.py on run directories whose numbers are known: its CSV, its PNGs and what it prints."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from helpers import TINY, check_png, read_csv, run, write_rows
+from helpers import ROOT, TINY, check_png, read_csv, run, write_rows
 
 import stapo
 from support.files import append_jsonl
@@ -184,6 +187,36 @@ def test_of_two_runs_with_the_same_flags_and_seed_the_longer_is_drawn(tmp_path, 
     (group,) = figures.group_runs(runs)
     assert group.runs[0]["accuracy"] == {1: 0.3, 2: 0.4}
     assert capsys.readouterr().out.count("the longer one is drawn") == 2
+
+
+def test_labels_with_dollars_and_of_long_flags(tmp_path, monkeypatch):
+    """A $ begins no formula, and all of a label can be read in the picture."""
+    texts, drawn = ["Think, then " * 30 + end for end in (r"$\boxed{}$", r"$\boxed{$$")], []
+    rows = [metrics(1, 0.5)]
+    runs = [write_run(tmp_path / x[-3:], rows, instruction=x) for x in texts]
+    real = figures.Figure.savefig
+
+    def draw(self, *args, **options):
+        real(self, *args, **options)
+        legend, (width, height) = self.legends[0], self.canvas.get_width_height()
+        box = legend.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= width and 0 <= box.y0 < box.y1 < height / 2
+        drawn.append([text.get_text() for text in legend.get_texts()])
+
+    monkeypatch.setattr(figures.Figure, "savefig", draw)
+    figures.main([*map(str, runs), "--output", str(tmp_path / "out")])
+    found = [" ".join(label.split()).replace(r"\$", "$") for label in drawn[0]]
+    assert found == [f"STAPO, instruction {text}" for text in texts]
+
+
+def test_a_notebooks_backend_does_not_matter(tmp_path):
+    """It is a package that other environments lack. tokens.py and credit.py import figures.py."""
+    run_ = write_run(tmp_path / "run", [metrics(1, 0.3)])
+    environment = os.environ | {"MPLBACKEND": "inline", "HOME": str(tmp_path)}
+    for argv in ([run_, "--output=~/drawn"], ["--help"]):
+        command = [sys.executable, ROOT / "scripts" / "figures.py", *argv]
+        subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "drawn" / "training.png").exists()
 
 
 def test_what_is_no_run_is_named_and_left_out(tmp_path, capsys):
