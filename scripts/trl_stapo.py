@@ -25,8 +25,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import stapo
+from reward import reward_all
 from rollout import stop_ids, to_text
 from stapo import clipped_loss, ratio_sums, spurious_mask
+from support.flags import PATHS, expanded
 
 
 class STAPOTrainer(GRPOTrainer):
@@ -43,11 +45,20 @@ class STAPOTrainer(GRPOTrainer):
         check(args, options)
         args.disable_dropout = True
         super().__init__(model, reward_funcs, args, **options)
+        needed = args.generation_batch_size // self.num_generations
+        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < needed:
+            what = f"has {len(self.train_dataset)} problems, and a rollout needs {needed}"
+            hint = "lower --steps_per_generation or --per_device_train_batch_size"
+            raise ValueError(f"train_dataset: {what}; {hint}")
         if self.aux_loss_enabled:  # a mixture of experts; TRL's default is the model's coefficient
             raise ValueError(f"router_aux_loss_coef={self.router_aux_loss_coef}: STAPO needs 0.0")
         trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
         if trained != {torch.float32}:  # TRL makes LoRA's bfloat16 for a model in 4 or 8 bits
             raise ValueError(f"dtype: trained weights must be float32, and some are {trained}")
+        for module in self.model.modules():  # TRL has switched off layers of type Dropout alone
+            for name in [key for key, rate in vars(module).items() if type(rate) is float]:
+                if "drop" in name:
+                    setattr(module, name, 0.0)
         # TRL's own flag for this fails for LoRA on a model with tied embeddings (1.16).
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         add_fused_lm_head(inner, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
@@ -193,6 +204,18 @@ def check(config: GRPOConfig, options: dict) -> None:
         raise ValueError("gradient_accumulation_steps: must divide steps_per_generation")
 
 
+def check_model(model: ModelConfig) -> None:
+    """Raise a ValueError that names the option if an option would be left out in silence."""
+    passed = {"model_name_or_path", "model_revision", "dtype", "attn_implementation", "use_peft"}
+    for field in fields(model):
+        value = getattr(model, field.name)
+        of_lora = field.name.startswith(("lora_", "use_rslora", "use_dora"))
+        if field.name in passed or value == field.default or (of_lora and model.use_peft):
+            continue
+        hint = "add --use_peft" if of_lora else "the model would not get it"
+        raise ValueError(f"--{field.name} {value}: {hint}")
+
+
 # The flags that TRL does not have are those of stapo.py.
 OWN = "data instruction reward max_prompt_tokens tau_p q".split()
 Flags = make_dataclass("Own", [(f.name, f.type, f) for f in fields(stapo.Config) if f.name in OWN])
@@ -203,6 +226,9 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
     parser = TrlParser((Flags, GRPOConfig, ModelConfig))
     parser.set_defaults(**DEFAULTS)
     flags, config, model = parser.parse_args_and_config(argv)
+    check_model(model)
+    for name in PATHS & vars(flags).keys():
+        setattr(flags, name, expanded(getattr(flags, name)))
     more = {"model": model.model_name_or_path, "max_new_tokens": config.max_completion_length}
     stapo.check_flags(cfg := stapo.Config(**vars(flags), **more))
     task = stapo.load_task(cfg)
@@ -211,18 +237,24 @@ def make_trainer(argv: list[str] | None = None) -> STAPOTrainer:
         prompt = "\n".join(filter(None, (problem["problem"], flags.instruction)))
         turns = [{"role": "user", "content": prompt}]  # TRL applies the chat template to these
         prompt = turns if task.tokenizer.chat_template else prompt + "\n"
+        if prompt != turns and task.tokenizer(prompt).input_ids != problem["prompt_ids"]:
+            what = "its tokenizer ends every prompt; turn add_eos_token off in its files"
+            raise ValueError(f"{more['model']}: {what}")
         dataset.append({"prompt": prompt, "index": index})
 
     def grade(completion_ids, index, **_) -> list[float]:
         texts = [to_text(task.tokenizer, ids, True) for ids in completion_ids]
-        return [task.reward(text, task.problems[i]) for text, i in zip(texts, index, strict=True)]
+        stops = {*trainer.eos_token_ids}
+        infos = [{"tokens": len(x), "truncated": not stops & {*x[-1:]}} for x in completion_ids]
+        return reward_all(task.reward, texts, [task.problems[i] for i in index], infos)
 
     how = {"revision": model.model_revision, "dtype": model.dtype}
     how |= {"attn_implementation": model.attn_implementation}
     config.model_init_kwargs = how | (config.model_init_kwargs or {})
     options = {"tau_p": flags.tau_p, "q": flags.q, "peft_config": get_peft_config(model)}
     options |= {"train_dataset": Dataset.from_list(dataset), "processing_class": task.tokenizer}
-    return STAPOTrainer(model.model_name_or_path, grade, config, **options)
+    trainer = STAPOTrainer(model.model_name_or_path, grade, config, **options)  # grade needs it
+    return trainer
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ import torch
 from helpers import ROOT, SHAPE, TINY, example, make_random_model, read_rows
 from ranks import launch
 from reference import method_loss, plain_head, row_stats
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig, TrainerCallback
 
 from rollout import Response, encode_prompt, load_model, load_tokenizer
@@ -271,6 +272,23 @@ def test_dropout_layers_are_switched_off(tmp_path):
     config = GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5)
     model = make_trainer(tmp_path, model=AutoModelForCausalLM.from_config(config)).model
     assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0}
+    model = make_random_model(vocab_size=320)
+    model.model.layers[0].self_attn.attention_dropout = 0.5  # as its config says: no layer
+    model = make_trainer(tmp_path, model=model).model
+    assert model.model.layers[0].self_attn.attention_dropout == 0
+
+
+def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path):
+    """TRL would sample after the end. stapo.py takes the end off."""
+    shutil.copytree(TINY, tmp_path / "model")
+    tokenizer = load_tokenizer(str(TINY))
+    end = [("<|endoftext|>", tokenizer.eos_token_id)]
+    ending = TemplateProcessing(single="$A <|endoftext|>", special_tokens=end)
+    tokenizer.backend_tokenizer.post_processor = ending
+    tokenizer.save_pretrained(tmp_path / "model")
+    command = f"--model_name_or_path {tmp_path}/model --data {TINY}/train.jsonl --use_cpu"
+    with pytest.raises(SystemExit, match="its tokenizer ends every prompt"):
+        trl_stapo.main([*command.split(), "--output_dir", str(tmp_path)])
 
 
 def test_flags_of_the_model_and_a_checkpoint_are_passed_on(tmp_path, monkeypatch):
@@ -290,9 +308,14 @@ def test_flags_of_the_model_and_a_checkpoint_are_passed_on(tmp_path, monkeypatch
         ("--max_completion_length 0", "--max_completion_length 0: must be at least 1"),
         ("--max_completion_length 9000", "--max_completion_length 9000: the longest prompt"),
         ("--max_new_tokens 80", "'--max_new_tokens'"),  # TRL has no such flag
+        ("--load_in_4bit true", "--load_in_4bit True: the model would not get it"),
+        ("--lora_r 8", "--lora_r 8: add --use_peft"),
+        ("--data=$DISK/none.jsonl", "/no disk/none.jsonl: cannot be read"),
+        ("--steps_per_generation 8000", "has 4000 problems, and a rollout needs 8000; lower"),
     ],
 )
-def test_a_message_names_the_flag_that_was_given(tmp_path, flag, named):
+def test_a_message_names_the_flag_that_was_given(tmp_path, flag, named, monkeypatch):
+    monkeypatch.setenv("DISK", "/no disk")
     command = f"--model_name_or_path {TINY} --data {TINY}/train.jsonl --use_cpu {flag}"
     with pytest.raises(SystemExit) as error:
         trl_stapo.main([*command.split(), "--output_dir", str(tmp_path)])
