@@ -1,7 +1,9 @@
 """The loss in other hands: the examples of docs/using-the-loss.md, run, and compared."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FLAGS, ROOT, TINY, example, in_order, lines, pad, read_rows
+from helpers import FLAGS, ROOT, TINY, example, in_order, lines, make_family, pad, read_rows
 from ranks import launch
 from reference import by_loop, drawn
 
@@ -98,6 +100,21 @@ def packed_example() -> torch.Tensor:
             batch[name] = torch.cat([whole[row][names["mask"][row]] for row in rows])[:, None]
         micro_batches.append(batch)
     return gradient_of(example("packed"), names | {"micro_batches": micro_batches})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "mamba", "opt"])
+def test_the_check_of_a_packed_row_sees_samples_that_see_each_other(family):
+    """In a random model of each kind; the tiny model's update is compared below."""
+    names = {"model": make_family(family), "lengths": [14, 16, 27]}
+    ids = torch.arange(2, 2 + 57)[None]
+    mask = torch.cat([torch.arange(n) >= 5 for n in names["lengths"]])[None]
+    names["batch"] = {"ids": ids, "mask": mask, "lengths": names["lengths"]}
+    exec(example("packed").partition("\n\n\nlogp, entropy")[0], names)
+    check = contextlib.nullcontext()
+    if family != "qwen3":
+        check = pytest.raises(AssertionError, match="not close")
+    with check, torch.no_grad():
+        exec(example("packed-alone"), names)
 
 
 def test_an_update_is_the_same_in_one_call_in_two_passes_packed_and_on_three_ranks(tmp_path):
@@ -285,7 +302,32 @@ def test_own_reward_example_and_its_trial(tmp_path, monkeypatch, capsys):
         row = {"question": "6 + 28?", "answer": answer, "level": 3}
         (tmp_path / "data.jsonl").write_text(json.dumps(row))
         exec(example("try-reward"), {})
-        assert capsys.readouterr().out == f"{value} {row}\n"
+        assert capsys.readouterr().out.endswith(f"\n{value} {row}\n")
+
+
+def test_the_pages_penalty_for_long_responses(tmp_path):
+    """DAPO's: none up to 3,072 of 4,096 tokens, 1 at the end."""
+    (tmp_path / "own.py").write_text(example("overlong"))
+    reward, problem = load_reward(f"{tmp_path}/own.py:reward"), {"row": {"answer": 34}}
+    values = {(34, 3072): 1, (34, 3328): 0.75, (34, 4096): 0, (3, 9): -1, (3, 4096): -2}
+    for (answer, tokens), value in values.items():
+        info = {"tokens": tokens, "truncated": tokens == 4096}
+        assert reward(f"\\boxed{{{answer}}}", problem, info) == value
+
+
+def test_the_pages_lines_begin_a_run_and_continue_it(tmp_path):
+    """Also one that was killed before its first checkpoint."""
+    text, recipe = example("again"), tmp_path / "recipe"
+    recipe.write_text(f"{FLAGS} --threads 1")
+    text = text.replace("@recipes/paper-1.7b", f"@{recipe}").replace("RUN", f"{tmp_path}/run")
+    text = text.replace("python ", f"{sys.executable} ")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    for steps in (2, 3):
+        command = ["bash", "-c", text.replace('"$@"', f'"$@" --steps {steps}')]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        assert [line["step"] for line in lines(tmp_path / "run")] == [*range(1, steps + 1)]
 
 
 def test_the_readmes_block_is_the_loss():

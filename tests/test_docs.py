@@ -20,12 +20,13 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "experiments" / "README.m
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.md"))
 README = ROOT / "README.md"
 RECIPES = [path for path in sorted((ROOT / "recipes").iterdir()) if path.suffix != ".jsonl"]
-# Flags of torchrun, sbatch, docker and pip, and TRL's, which tests/test_trl.py runs.
+# Flags of torchrun, sbatch, docker, pip and hf, and TRL's, which tests/test_trl.py runs.
 OTHER_FLAGS = set(
     """nproc-per-node nnodes rdzv-backend rdzv-endpoint shutdown-timeout signals-to-handle signal
     pid help jobs shm-size ipc extra-index-url no-deps num_processes model_name_or_path output_dir
     max_steps num_generations per_device_train_batch_size gradient_accumulation_steps use_peft
-    lora_r learning_rate use_cpu steps_per_generation max_completion_length use_vllm""".split()
+    lora_r learning_rate use_cpu steps_per_generation max_completion_length use_vllm
+    exclude""".split()
 )
 
 
