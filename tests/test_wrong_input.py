@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
     shutil.copytree(TINY, folder / "shell", ignore=lambda *_: ["model.safetensors"])
     run(folder / "run", "--steps 1")
     shutil.copytree(folder / "run", folder / "early", ignore=lambda *_: ["checkpoints"])
-    shutil.copytree(folder / "run", folder / "uploaded", ignore=lambda *_: ["trainer"])
+    shutil.copytree(folder / "run", folder / "uploaded", ignore=lambda *_: [".metadata"])
     config = json.loads((TINY / "config.json").read_text())
     shutil.copytree(TINY, folder / "flash")
     config["attn_implementation"] = "flash_attention_2"
