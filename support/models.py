@@ -39,11 +39,11 @@ def load_pretrained(kind: type, what: str, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:  # attn_implementation can need a package
+        if newest := max(checkpoints(Path(name)), default=None):
+            raise InputError(f"{name}: a run; its newest checkpoint is {newest}") from error
         reason = shorten(str(error), 700)  # a gated model's error says where to log in
         hint = "give a Hub id, a model's folder, or a run's checkpoint"
-        newest = max(checkpoints(Path(name)), default=None)
-        of_run = f"; the newest checkpoint of this run is {newest}" if newest else ""
-        raise InputError(f"{name}: no {what} there, {hint} ({reason}){of_run}") from error
+        raise InputError(f"{name}: no {what} there, {hint} ({reason})") from error
 
 
 def load_model(

@@ -131,7 +131,7 @@ EVALUATION = r"""
 --decoding 0.6,95 | --decoding 0.6,95: must be
 --decoding 0.6,0 | --decoding 0.6,0: must be
 --model {}/nobody | nobody: no model there
---model {}/run | run: no model there, .* newest checkpoint of this run is {}/run/checkpoints/step_0
+--model {}/run | run: a run; its newest checkpoint is {}/run/checkpoints/step_000001$
 --output {}/model | --output {}/model: holds args; name an empty directory
 --max_new_tokens 4090 | --max_new_tokens 4090: .* 4096 positions, so at most
 """
