@@ -8,6 +8,7 @@ answers are equal. load_reward loads a reward of your own.
 """
 
 import asyncio
+import contextlib
 import copy
 import importlib.util
 import inspect
@@ -15,7 +16,7 @@ import numbers
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,48 +131,46 @@ class OwnReward:
 
     def __call__(self, text: str, problem: dict, info: dict | None = None) -> float:
         """Return the reward. Raises InputError if FUNCTION fails or returns no finite number."""
-        if "row" not in problem:
-            return math_reward(text, problem["answer"])
         if self.runner:
             return self.runner.run(self.later(text, problem, info))
-        try:
-            value = self.call(text, problem, info)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # exit() and time limits raise no Exception
-            raise self.failure(error, problem) from error
-        return self.number(value, problem)
+        with self.named(problem):
+            return self.number(self.call(text, problem, info), problem)
 
     async def later(self, text: str, problem: dict, info: dict | None) -> float:
         """Return the reward of an `async def`."""
-        if "row" not in problem:
-            return math_reward(text, problem["answer"])
-        try:
-            value = await self.call(text, problem, info)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # another call has failed, or Ctrl-C
-            raise self.failure(error, problem) from error
-        return self.number(value, problem)
+        with self.named(problem):
+            value = self.call(text, problem, info)
+            return self.number(await value if inspect.isawaitable(value) else value, problem)
 
     def call(self, text: str, problem: dict, info: dict | None) -> Any:
+        """Call FUNCTION. An `async def` returns an awaitable."""
+        if "row" not in problem:
+            return math_reward(text, problem["answer"])
         more = {"info": info or {"tokens": 0, "truncated": False}} if self.wants_info else {}
         return self.function(text, copy.deepcopy(problem["row"]), **more)
-
-    def failure(self, error: BaseException, problem: dict) -> InputError:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"row {one_line(repr(problem['row']))}, {frame.filename}, line {frame.lineno}"
-        return InputError(f"--reward {self.spec}: {error!r} at {where}")
 
     def number(self, value: Any, problem: dict) -> float:
         if not isinstance(value, numbers.Real) or not abs(value) < 3.4e38:  # float32; no for NaN
             what = f"returned {value!r}, which is no finite number"
-            what += " (write an `async def`)" if inspect.iscoroutine(value) else ""
-            row = one_line(repr(problem["row"]))
-            raise InputError(f"--reward {self.spec}: {what}, for row {row}")
+            raise InputError(
+                f"--reward {self.spec}: {what}, for row {one_line(repr(problem['row']))}"
+            )
         return float(value)
+
+    @contextlib.contextmanager
+    def named(self, problem: dict) -> Iterator[None]:
+        """In place of an error raise InputError with the reward, the row and the line."""
+        try:
+            yield
+        except (InputError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # exit() and time limits raise no Exception
+            cancelled = self.runner and isinstance(error, asyncio.CancelledError)
+            if cancelled and asyncio.current_task().cancelling():
+                raise  # another call has failed, or Ctrl-C
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"row {one_line(repr(problem['row']))}, {frame.filename}, line {frame.lineno}"
+            raise InputError(f"--reward {self.spec}: {error!r} at {where}") from error
 
     async def all_later(self, calls: list[tuple]) -> list[float]:
         """Return the rewards of many calls, of which 64 wait for their result at a time."""

@@ -234,8 +234,8 @@ def answer_text(value: Any) -> str | None:
     GSM8K has its work before the answer: `... #### 72` is 72. None is "", and so are NuminaMath's
     `proof` and `notfound`. Of an object its "ground_truth" counts. Skywork-OR1 has lists as text:
     `["72"]` is 72. A text that is a list of several texts gives None, and so does anything else.
-    Tables can store 72 as 72.0, which gives "72". A float that has lost digits gives None, which is
-    from 2^53 on.
+    Tables can store 72 as 72.0, which gives "72". From 2^53 on floats have lost digits: None. Of
+    other types it is LostDigits that gives None.
     """
     if isinstance(value, dict):
         value = value.get("ground_truth", value)

@@ -57,11 +57,8 @@ class Parser(HfArgumentParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         words = shlex.shlex(arg_line, posix=True)
         words.whitespace_split, words.commenters, arguments = True, "", []
-        try:
-            while (rest := arg_line[words.instream.tell() :].lstrip()) and rest[0] != "#":
-                arguments.append(words.get_token())
-        except ValueError as error:  # a quotation mark without its other half
-            self.error(f"{arg_line.strip()}: {error}")
+        while (rest := arg_line[words.instream.tell() :].lstrip()) and rest[0] != "#":
+            arguments.append(words.get_token())
         return arguments
 
 

@@ -9,7 +9,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
-from helpers import FLAGS, ROOT, TINY, lines, read_rows, refused, run, weights, write_rows
+from helpers import FLAGS, ROOT, TINY, lines, read_rows, run, weights, write_rows
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import stapo
@@ -113,7 +113,7 @@ def test_a_run_warns_if_its_sampler_is_wrong(tmp_path, monkeypatch, capsys):
     assert "the sampler does not draw from the policy" in capsys.readouterr().err
 
 
-def test_a_file_of_flags_reads_like_a_command_line(tmp_path, monkeypatch, capsys):
+def test_a_file_of_flags_reads_like_a_command_line(tmp_path, monkeypatch):
     """Comments, quotes, ~ and $VAR; in --output=~/x no shell expands them. A text keeps them."""
     monkeypatch.setenv("HOME", f"{tmp_path}/home")
     monkeypatch.setenv("DISK", "/disk#2")
@@ -127,9 +127,6 @@ def test_a_file_of_flags_reads_like_a_command_line(tmp_path, monkeypatch, capsys
     assert (cfg.data, cfg.eval_benchmarks) == ("/disk#2/data.jsonl", benchmarks)
     assert (cfg.output, cfg.reward) == (f"{tmp_path}/home/x", f"{tmp_path}/home/own.py:f#")
     assert (cfg.instruction, cfg.model, cfg.seed) == ("# $HOME ~", "/runs/c#1", 4)
-    (tmp_path / "flags").write_text("--instruction Don't guess")
-    message = "error: --instruction Don't guess: No closing quotation"
-    assert message in refused(capsys, f"@{tmp_path}/flags")
 
 
 # --------------------------------------------------------------------------------------- trackers

@@ -440,7 +440,7 @@ def test_rewards_that_are_async_in_another_way(tmp_path):
     assert reward_all(rewards["g"], ["a"], [{"row": {}}], [{}]) == [0.5]
     with pytest.raises(InputError, match="CancelledError.* at row {}, .*own.py, line 2"):
         reward_all(rewards["f"], ["a"], [{"row": {}}], [{}])
-    with pytest.raises(InputError, match="returned <coroutine .*write an `async def`"):
+    with pytest.raises(InputError, match="returned <coroutine .*, which is no finite number"):
         rewards["h"]("a", {"row": {}})
 
 
