@@ -98,7 +98,7 @@ def report(lines: Lines) -> str:
     rows = runs.rows_of(lines)
     gaps = {name: runs.minus(rows[name], rows["STAPO"], COLUMNS) for name in rows}
     del gaps["STAPO"]
-    signed = {key: f"+{form}" for key, form in COLUMNS.items()}
+    signed = {key: f"95 +{form}" for key, form in COLUMNS.items()}
     return f"{runs.table(COLUMNS, rows)}\n\n{runs.differences(signed, gaps, TESTED)}"
 
 

@@ -97,7 +97,7 @@ def report_recipe(lines: Lines) -> str:
     rows = {name: rows_of(lines).get(f"recipe, {name}", {}) for name in names}
     gaps = {"JustRL": runs.minus(rows["JustRL"], rows["STAPO"], columns)}
     tested = ("held out at T = 1", "held out at T = 0.7", "entropy")
-    signed = {key: f"+{form}" for key, form in columns.items()}
+    signed = {key: f"95 +{form}" for key, form in columns.items()}
     return f"{table(own, rows)}\n\n{runs.differences(signed, gaps, tested)}"
 
 

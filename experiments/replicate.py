@@ -79,7 +79,7 @@ def compare(rows: Rows, name: str, other: str) -> dict[int, dict[str, float]]:
 
 
 def differences(gaps: Rows, more: dict[str, str]) -> str:
-    return runs.differences(dict.fromkeys(SPANS, "+.1f") | more, gaps, SPANS)
+    return runs.differences(dict.fromkeys(SPANS, "95 +.1f") | more, gaps, SPANS)
 
 
 def report_settings(lines: Lines, settings: Iterable[str]) -> str:
@@ -151,7 +151,7 @@ def report_bases(lines: Lines) -> str:
         if gaps:
             means = {key: fmean(gap[key] for gap in gaps) for key in gaps[0]}
             over.setdefault(f"{noise} % of noise", {})[number] = means
-    more = {"log-odds": "+.2f", "entropy, ratio": ".2f", "10 to 20, each": "each +.1f"}
+    more = {"log-odds": "95 +.2f", "entropy, ratio": "95 .2f", "10 to 20, each": "each +.1f"}
     return differences(over, more)
 
 

@@ -67,7 +67,7 @@ def report(lines: Lines) -> str:
         for seed, numbers in its.items():
             stapo = rows[f"{name.split(',')[0]}, STAPO"][seed]
             numbers["minus STAPO"] = numbers["right, %"] - stapo["right, %"]
-    return runs.table({"right, %": ".1f", "minus STAPO": "+.1f"}, rows)
+    return runs.table({"right, %": ".1f", "minus STAPO": "95 +.1f"}, rows)
 
 
 if __name__ == "__main__":
