@@ -236,6 +236,7 @@ def report(lines: Lines) -> str:
     """
     states = tokens_of(lines)
     old = {state: rows for state, rows in states.items() if not state.startswith(DRAWN)}
+    drawn = {state: rows for state, rows in states.items() if state not in old}
     pairs = {state: [x for x in rows if "rank" in x] for state, rows in old.items()}
     ranks = {
         state: [x | {"low_h": x["rank"] < 0.5} if "rank" in x else x for x in rows]
@@ -246,6 +247,7 @@ def report(lines: Lines) -> str:
         "Without the first two tokens": pair_table(states, lambda x: x["t"] >= 2, rules=True),
         "Before the answer": pair_table(states, lambda x: x.get("answered") is False, rules=True),
         "After the answer": pair_table(states, lambda x: x.get("answered") is True),
+        "As drawn, with A > 0 (the outcome selects)": pair_table(drawn, lambda x: x["A"] > 0),
         "The halves of each mini-batch": pair_table(ranks),
         "Placebos": pair_table({state: placebos(rows) for state, rows in pairs.items()}),
         "Each kind of tokens, q = 0.75": kind_table(states),
