@@ -108,7 +108,8 @@ def report(lines: Lines) -> str:
     for numbers in [numbers for its in rows.values() for numbers in its.values()]:
         numbers["end / start"] = numbers["entropy, end"] / numbers["entropy, 1"]
     held_out = dict.fromkeys(("held out at T = 1", "held out at T = 0.7"), "95 +.1f")
-    gaps = {"JustRL, minus STAPO": runs.minus(rows["JustRL"], rows["STAPO"], held_out)}
+    pair = (rows.get(row, {}) for row in ("JustRL", "STAPO"))
+    gaps = {"JustRL, minus STAPO": runs.minus(*pair, held_out)}
     own = table(COLUMNS | {"end / start": "95 .2f"}, rows)
     return f"{own}\n\n{table(held_out, gaps)}"
 
