@@ -71,8 +71,8 @@ def update_bytes(shape: Shape, gpus: int, micro_tokens: int) -> float:
     return states + gathered + inputs + max(head, layers)
 
 
-def cost(run: str, gpus: int, card: str) -> dict[str, str]:
-    """A row of the table, with its heading as keys."""
+def cost(run: str, gpus: int, card: str, share: float = 0.3) -> dict[str, str]:
+    """A row of the table, with its heading as keys. Responses have this share of the longest."""
     cfg = parse_flags(stapo.Config, "", run.replace("@", f"@{runs.ROOT}/").split())
     gb, flops, bandwidth = CARDS[card]
     shape = QWEN3[re.search(r"Qwen3-([\d.]+B)", cfg.model)[1]]
@@ -85,11 +85,11 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
 
     def sampling_seconds(responses: float) -> list[float]:
         """What these responses need, at 15 and 30 microseconds to launch a kernel."""
-        steps = (0.3 * responses / gpus / rows + 2 / 3) * longest
+        steps = (share * responses / gpus / rows + 2 / 3) * longest
         read = (2 * size + cached * rows * 0.75 * longest) / bandwidth
         return [steps * max((45 + 28 * shape.layers) * launch, read) for launch in (15e-6, 30e-6)]
 
-    passes = 11 * size * count * (0.3 * longest + 200) / (0.4 * flops * gpus)
+    passes = 11 * size * count * (share * longest + 200) / (0.4 * flops * gpus)
     step = [seconds + passes for seconds in sampling_seconds(count)]
     problems = sum(min(PROBLEMS[name], cfg.eval_limit) for name in cfg.eval_benchmarks)
     times = 1 + cfg.steps // cfg.eval_every if cfg.eval_every else 0  # the first is before step 1
@@ -108,5 +108,8 @@ def cost(run: str, gpus: int, card: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    rows = [cost(run, *place) for run, places in RUNS.items() for place in places]
+    rows = []
+    for run, place in [(run, place) for run, places in RUNS.items() for place in places]:
+        longer = cost(run, *place, share=0.6)["hours"].partition(": ")[2]
+        rows.append(cost(run, *place) | {"longer": longer})
     print(runs.markdown([list(rows[0]), *(list(row.values()) for row in rows)]), end="")

@@ -387,6 +387,7 @@ def finish(args: argparse.Namespace, made: Lines, parts: dict[str, Part]) -> Non
         args.results.write_text(text)
     program = Path(sys.argv[0]).name
     page = [f"# Tables of {program}\n\n`experiments/{program} --table` writes this page."]
+    page[0] += " ± is one standard error, brackets are 95 % intervals."
     for name, part in parts.items():
         tables = part.report(lines)
         page += [f"## {name}", inspect.getdoc(part.report), tables]
